@@ -1,8 +1,8 @@
 """Run Python programs as `subprocess.run` would, in a fork of a process that has imported torch.
 
-A program that starts two workers imports torch three times otherwise: 14 s of a core. The workers that
-`pe.launch` starts are forks of the same server. What concerns the start of a process itself (signals of the
-terminal, torchrun, imports) needs `subprocess`.
+Otherwise, a program that starts two workers imports torch three times, which takes 14 s of CPU time. The
+workers that `pe.launch` starts are forks of the same server. Tests of how a process starts (signals of the
+terminal, torchrun, imports) need `subprocess`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.multiprocessing
 
 from pyengine.comm import launching
 
-# What tests import most, and what torch imports late. None of it starts a thread, which a fork would lose.
+# Modules that many tests import, or that torch imports late. None starts a thread, which a fork would lose.
 _PRELOADED = [
     "numpy", "pytest", "torch", "torch._dynamo", "torch.distributed.checkpoint",
     "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.nn.parallel", "torch.testing",
@@ -39,12 +39,12 @@ def context() -> Any:
 
 
 def python(*command: str, cwd: Path, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run `python *command` to its end; return its exit code and what it printed.
+    """Run `python *command` to its end; return its exit code and its output.
 
     Args:
-        command: a script with its arguments, or "-m" and a module with them.
-        cwd: its working directory.
-        timeout_s: after which it is killed, and the test fails.
+        command: a script with its arguments, or "-m" and a module with its arguments.
+        cwd: the working directory.
+        timeout_s: the process is killed after this time, and the test fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         printed = [Path(folder) / name for name in ("stdout", "stderr")]
@@ -77,21 +77,21 @@ def _run(command: tuple[str, ...], cwd: Path, printed: list[Path]) -> None:
 
 
 def _print_to(files: list[Path]) -> None:
-    """Redirect stdout and stderr, which are those of the server."""
+    """Redirect stdout and stderr, which the process has inherited from the server, to files."""
     for fd, path in zip((1, 2), files, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
 
 
 def _fork_workers(printed: list[Path]) -> None:
     """Let `pe.launch` fork its workers from the server."""
-    forkserver._forkserver.ensure_running = lambda: None  # it would start another; the address is inherited
+    forkserver._forkserver.ensure_running = lambda: None  # it would start another server
     launching.start_processes = lambda fn, args, **settings: start_processes(
         _work, (printed, fn, args), **settings
     )
 
 
 def fork_runs(patch: Callable[[Any, str, Any], None]) -> None:
-    """Fork the processes of a study's runs, too; `patch` is setattr, or monkeypatch's."""
+    """Also fork the processes of a study's runs; `patch` is `setattr` or `monkeypatch.setattr`."""
     from pyengine.cli.study import supervise
 
     patch(supervise, "mp", SimpleNamespace(get_context=lambda method: context()))
@@ -101,15 +101,15 @@ def fork_runs(patch: Callable[[Any, str, Any], None]) -> None:
 def _launch_run(run: Any, result: str, log: str, parent: int) -> None:
     from pyengine.cli.study import supervise
 
-    # Forks of this process and not of the server, so that its session holds them.
+    # Fork from this process and not from the server, so that workers belong to this process's session.
     launching.start_processes = lambda fn, args, **settings: torch.multiprocessing.start_processes(
         fn, args, **(settings | {"start_method": "fork"})
     )
-    supervise._child(run, result, log, os.getppid())  # it ends with the server, whose child it is
+    supervise._child(run, result, log, os.getppid())  # its parent is the server
 
 
 def start_processes(fn: Any, args: tuple[Any, ...], *, start_method: str, **settings: Any) -> Any:
-    """Start processes as torch does, but fork those from the server that it would spawn."""
+    """Start processes as torch does, but fork them from the server instead of spawning them."""
     context()
     method = "forkserver" if start_method == "spawn" else start_method
     return torch.multiprocessing.start_processes(fn, args, start_method=method, **settings)

@@ -8,7 +8,7 @@ import pytest
 
 
 def rest(*values: Any) -> list[Any]:
-    """Return values of a test's argument that only `make faults` runs, since the other values show the same.
+    """Return argument values that only `make faults` runs, because the test's other values show the same.
 
     A tuple holds the values of several arguments.
     """

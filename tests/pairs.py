@@ -15,17 +15,17 @@ from itertools import combinations
 
 import pytest
 
-_MANY = 3  # axes of which pairs are wanted
+_MANY = 3  # number of axes from which pairs are covered, not single values
 
 
 def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
-    """Choose cases, the same ones every time.
+    """Choose cases that cover every pair of values, the same cases every time.
 
     Args:
-        cases: by case, its value on every axis.
+        cases: the values of each case, one per axis.
 
     Returns:
-        Their places.
+        The indices of the chosen cases.
     """
     shown = [_shown(case) for case in cases]
     missing = {what for case in shown for what in case}
@@ -41,7 +41,7 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
     while missing:
         *_, best = heapq.heappop(heap)
         now = cost(best)
-        if heap and now > heap[0]:  # costs only grow, so those of the others are at least what the heap has
+        if heap and now > heap[0]:  # costs only grow: the heap has lower bounds of the others
             heapq.heappush(heap, now)
             continue
         chosen.add(best)
@@ -51,13 +51,13 @@ def covering(cases: Sequence[Sequence[Hashable]]) -> set[int]:
 
 
 def _shown(case: Sequence[Hashable]) -> list[Hashable]:
-    """Return the pairs of values of a case, with two arguments its values."""
+    """Return the pairs of values of a case; with two arguments, its values."""
     values = list(enumerate(case))
     return list(combinations(values, 2)) if len(case) >= _MANY else list(values)
 
 
 def leave_out(items: Sequence[pytest.Item]) -> None:
-    """Mark as exhaustive the combinations whose pairs other combinations of the test have."""
+    """Mark combinations as exhaustive if other combinations of the test cover their pairs of values."""
     tests: dict[tuple[str, bool], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and not item.get_closest_marker("exhaustive"):

@@ -1,4 +1,4 @@
-"""Processes of this machine."""
+"""Find processes of this machine."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def left(find: Callable[[str], list[str]], what: str, seconds: float = 30.0) -> list[str]:
-    """Return what `living` or `marked` finds after it finds nothing or the time is over.
+    """Wait until `living` or `marked` finds no process; return the processes that are left after `seconds`.
 
-    Helper processes that end with their pipes need a moment, on a busy machine more than 5 s.
+    Helper processes, which end when their pipes close, need a moment, and more than 5 s on a busy machine.
     """
     end = time.monotonic() + seconds
     while (found := find(what)) and time.monotonic() < end:
@@ -19,11 +19,11 @@ def left(find: Callable[[str], list[str]], what: str, seconds: float = 30.0) -> 
 
 
 def marked(mark: str) -> list[str]:
-    """Return the command lines of the running processes with a word in their environment."""
+    """Return the command lines of the running processes whose environment contains `mark`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (folder / "environ").read_bytes():  # empty where one has ended
+            if mark.encode() in (folder / "environ").read_bytes():  # empty if it has ended
                 found.append((folder / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
@@ -39,5 +39,5 @@ def living(group: str) -> list[str]:
             if its_group == group and state != "Z":
                 found.append((folder / "cmdline").read_text().replace("\0", " "))
         except OSError:
-            continue  # it ended while we looked
+            continue  # it has just ended
     return found

@@ -1,10 +1,10 @@
-"""A pool of worker processes that tests borrow: `ranks(3).run(fn, ...)` runs `fn` on three real ranks.
+"""A pool of worker processes that tests share: `ranks(3).run(fn, ...)` runs `fn` on three real ranks.
 
-Importing torch takes seconds, joining a process group milliseconds. So a server imports torch once and forks
-the processes, which live for the whole session, and every run gets a process group of its own.
-A test whose whole body runs on ranks says `@on_ranks(3)` instead. `ranks(3).ends(fn, ...)` is for runs that
-are expected to fail: it returns how each rank ended, for example by a signal. Only dead processes are
-replaced.
+Importing torch takes seconds, joining a process group takes milliseconds. A server therefore imports torch
+once and forks the processes, which live for the whole session; every run creates its own process group.
+A test whose whole body runs on ranks uses `@on_ranks(3)` instead. `ranks(3).ends(within_s, fn, ...)` is for
+runs that are expected to fail: it returns how each rank ended, for example by a signal. Only dead processes
+are replaced.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from typing import Any
 import forked
 
 TIMEOUT_S = 90
-_POLL_S = 0.05  # how often a run that may stop processes looks for them
-_SAYING_S = 0.2  # how long a process may take to write where it is
-_PARTING_S = 1.0  # how long a rank that is done waits for those that are not
+_POLL_S = 0.05  # interval at which a run looks for stopped processes
+_SAYING_S = 0.2  # time that a process gets to write its stacks
+_PARTING_S = 1.0  # how long a rank that has finished waits for the others
 
 
 class RankError(AssertionError):
-    """Some rank raised; the message holds every traceback."""
+    """A rank failed; the message contains every traceback."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Ended:
     Attributes:
         value: what the function returned.
         error: the traceback of what it raised; empty if it returned.
-        exit_code: of the process, if it ended; negative for a signal.
-        is_silent: whether it gave no answer in time, and was killed.
-        was_stopped: whether a SIGSTOP held it, until every other rank had ended and it was continued.
+        exit_code: the exit code of the process, if it ended; negative for a signal.
+        is_silent: whether the rank gave no answer in time and was killed.
+        was_stopped: whether the rank was stopped by SIGSTOP, and continued when all others had ended.
     """
 
     value: Any = None
@@ -61,11 +61,12 @@ class Ended:
 
 
 class Worker:
-    """A process that serves one run after another, always as the same rank: what DTensor remembers of a
-    rank's shard goes by its mesh, and lasts as long as the process.
+    """A process that serves one run after another, always as the same rank.
+
+    DTensor caches the shards of a rank by mesh for the life of the process, so the rank must not change.
 
     Attributes:
-        rank: it serves; None until its first run.
+        rank: the rank that the process serves; None until its first run.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process has imported torch, as far as can be told without waiting."""
+        """Whether the process has reported that it has imported torch; does not wait."""
         return self._is_ready or self.pipe.poll()
 
     @property
@@ -108,7 +109,7 @@ class Worker:
         os.kill(self._pid, signal.SIGCONT)
 
     def say_where(self) -> None:
-        """Let the process write the stack of each of its threads, if it is not stopped."""
+        """Make the process write the stack of each of its threads, unless it is stopped."""
         os.kill(self._pid, signal.SIGUSR1)
 
     def kill(self) -> None:
@@ -124,17 +125,15 @@ class Worker:
 
 
 class RankPool:
-    """Worker processes, started on first use and again after a death or a hang."""
+    """Worker processes, which are started on first use and replaced after a death or a hang."""
 
     def __init__(self) -> None:
         self._workers: list[Worker] = []
-        # A store outlives its run in garbage of a rank that failed, and ends the process if its file is gone.
+        # The store of a failed run may live on as garbage, and ends the process if its file has been deleted.
         self._stores, self._num_runs = tempfile.TemporaryDirectory(), 0
 
     def run(self, group: tuple[str, int], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on the ranks of a group of (backend, size);
-        return the results by rank.
-        """
+        """Run `fn(*args, **kwargs)` on every rank of a group (backend, size); return the results by rank."""
         with self._started(group, (fn, args, kwargs), _PARTING_S) as workers:
             ends = _Ends(workers).collect(TIMEOUT_S, until_death=True)
         return _checked(ends)
@@ -142,7 +141,7 @@ class RankPool:
     def ends(
         self, group: tuple[str, int], within_s: float, fn: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> list[Ended]:
-        """Do the same and accept failures; return how each rank has ended after so many seconds."""
+        """Do the same, but accept failures; return how each rank has ended within `within_s` seconds."""
         with self._started(group, (fn, args, kwargs), parting_s=0) as workers:
             return _Ends(workers).collect(within_s, until_death=False)
 
@@ -166,7 +165,7 @@ class RankPool:
         try:
             yield workers
         finally:
-            # The new ones start while tests go on with the others.
+            # New processes start while tests continue with the others.
             self._workers = [w if w.is_alive else Worker() for w in self._workers]
 
     def _take(self, world: int) -> list[Worker]:
@@ -191,7 +190,7 @@ class _Ends:
         self._stopped: set[int] = set()
 
     def collect(self, within_s: float, *, until_death: bool) -> list[Ended]:
-        """Wait until every rank has ended, or the first process has; kill those that take too long."""
+        """Wait until every rank has ended, or with `until_death` one process; then kill the other ranks."""
         deadline = time.monotonic() + within_s
         while self._waiting and time.monotonic() < deadline:
             ready: list[Any] = wait(list(self._waiting), timeout=_POLL_S)
@@ -221,7 +220,7 @@ class _Ends:
             self._ends[rank] = Ended(exit_code=self._workers[rank].close(), was_stopped=was_stopped)
 
     def _go_on(self) -> None:
-        """Continue the stopped ranks once there are no others."""
+        """Continue the stopped ranks if all other ranks have ended."""
         stopped = [rank for rank in self._waiting.values() if self._workers[rank].is_stopped]
         if len(stopped) == len(self._waiting):
             self._stopped.update(stopped)
@@ -245,15 +244,13 @@ class Ranks:
     def ends(self, within_s: float, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Ended]:
         """Run a function that may fail, or end or stop the process, on any rank; return how each rank ended.
 
-        A rank that has not ended after `within_s` seconds is killed, and said to be silent.
+        A rank that has not ended after `within_s` seconds is killed and reported as silent.
         """
         return self._pool.ends((self._backend, self.world), within_s, fn, *args, **kwargs)
 
 
 def on_ranks(world: int | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a test's body run on every rank of a fresh group; without `world` the test has an argument of that
-    name.
-    """
+    """Run a test's body on every rank of a fresh group; without `world`, it is an argument of the test."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(body).parameters)
@@ -275,21 +272,21 @@ def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 
-LOOKING = threading.Lock()  # held while an engine's thread looks, and may write to the store
+LOOKING = threading.Lock()  # held while an engine's watch thread looks, and may write to the store
 
 
 def strike(number: int) -> None:
     """Send this process a signal that ends or stops it, while none of its threads writes to the store.
 
-    Ranks meet in a file here. torch's `FileStore` would wait for the rest of what a rank was writing when it
-    was killed, without end; and one that is stopped while it writes holds the file's lock.
+    The store of these ranks is a file. If a rank is killed while it writes, torch's `FileStore` waits forever
+    for the rest of the entry. A rank that is stopped while it writes holds the file's lock.
     """
     with LOOKING:
         os.kill(os.getpid(), number)
 
 
 def _look_alone() -> None:
-    """Let an engine's thread look under the lock."""
+    """Make the watch thread of an engine hold the lock while it looks."""
     from pyengine.comm.watch import StallWatch
 
     look = StallWatch.look
@@ -330,7 +327,7 @@ def _serve(pipe: Any) -> None:
             fn, args, kwargs, place, parting_s = pipe.recv()
         except EOFError:
             return
-        # A worker that fails here dies: what torch counts of groups would differ from the others' for good.
+        # A worker that fails here dies: torch's count of groups would differ from the other ranks' forever.
         store = _meet(*place)
         answer: tuple[Any, str] = None, "is ending"
         try:
@@ -338,8 +335,8 @@ def _serve(pipe: Any) -> None:
             torch.set_num_threads(1)  # some libraries set it
             answer = fn(*args, **kwargs), ""
         except SystemExit:
-            raise  # ends the process, as it would the user's
-        except BaseException:  # noqa: BLE001 - whatever it was, the test wants to see it
+            raise  # ends the process, as in a user's program
+        except BaseException:  # noqa: BLE001 - the test reports every error
             answer = None, traceback.format_exc()
         finally:
             _part(store, place[2], within_s=0 if answer[1] else parting_s)
@@ -348,11 +345,11 @@ def _serve(pipe: Any) -> None:
 
 
 def _freeze(known: int) -> int:
-    """Where more modules than `known` are loaded, spare the collections to come what those hold; return how
-    many there are.
+    """Freeze all objects for the garbage collector if more than `known` modules are loaded.
 
-    Most of what a process holds are torch's modules, and the end of each run looks through all that is not
-    frozen. Garbage must not be frozen with them: it would keep its groups and their threads for good.
+    Return the number of loaded modules. Most objects of a process belong to torch's modules, and collections
+    at the end of each run visit every object that is not frozen. Garbage is collected first: if it were
+    frozen, it would keep its groups and their threads forever.
     """
     if len(sys.modules) > known:
         gc.collect()
@@ -372,14 +369,15 @@ def _meet(backend: str, rank: int, world: int, path: str) -> Any:
         world_size=world,
         timeout=timedelta(seconds=TIMEOUT_S - 30),
     )
-    dist.barrier()  # nobody leaves while another is still connecting
+    dist.barrier()  # no rank leaves while another is still connecting
     return store
 
 
 def _part(store: Any, world: int, within_s: float) -> None:
-    """Leave the default group: after the others have done what they had to, or so many seconds.
+    """Leave the default group when all ranks have finished, or after `within_s` seconds.
 
-    They may still be connecting a group that `dist.new_group` has returned here: it synchronises nobody.
+    Other ranks may still be connecting a group that `dist.new_group` has already returned on this rank,
+    because it does not synchronize ranks.
     """
     import torch.distributed as dist
 

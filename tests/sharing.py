@@ -1,5 +1,6 @@
-"""How pytest-xdist distributes the tests: by file, but all files of an adapter's library to one worker, since
-every rank of a worker imports the library, which takes seconds.
+"""How pytest-xdist distributes the tests: by file, but all files of an adapter's library go to one worker.
+
+Every rank of a worker imports the library, which takes seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import pytest
 
 
 def scope(nodeid: str) -> str:
-    """Return the scope of a test: its file, for an adapter its library."""
+    """Return the scope of a test: its file, or for a test of an adapter its library."""
     file = nodeid.partition("::")[0]
     folder, _, name = file.rpartition("/")
     return f"{folder}/{'_'.join(name.split('_')[:2])}" if folder.endswith("adapters") else file

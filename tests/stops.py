@@ -1,4 +1,4 @@
-"""Commands that get a signal at some moment, and what they leave behind."""
+"""Send signals to commands at any moment, and find what the commands leave behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from processes import left, marked
 LIMIT_S = 60
 _LOOK_S = 0.002
 BOTH = (signal.SIGINT, signal.SIGTERM)
-# Each but `plan` runs long enough to be stopped.
+# Every command except `plan` runs long enough to be stopped.
 COMMANDS = {
     "train": ("train", "--model", "gpt", "--json", "--steps", "5000"),
     "train, saved": ("train", "--model", "gpt", "--json", "--steps", "5000", "--checkpoints", "saved"),
@@ -34,9 +34,9 @@ class Stop:
     """How a command ended.
 
     Attributes:
-        code: its exit code; below 0 if the signal itself ended it.
-        said: its lines on stderr.
-        left: command lines of its processes that live.
+        code: the exit code; below 0 if the signal itself ended the command.
+        said: the lines on stderr.
+        left: the command lines of processes that are still running.
     """
 
     code: int
@@ -47,14 +47,14 @@ class Stop:
 def stop(
     arguments: Sequence[str], number: signal.Signals, seconds: float, folder: Path, *, is_group: bool
 ) -> Stop:
-    """Run a command, send a signal some seconds after its first line of Python has run, and wait for its end.
+    """Run a command, send it a signal `seconds` after it begins to handle SIGTERM, and wait for its end.
 
     Args:
-        is_group: send it to every process of the command, as a terminal does, or to the first one, as `kill`
-            does.
+        is_group: send the signal to every process of the command, as a terminal does, and not only to the
+            first one, as `kill` does.
     """
     command = [sys.executable, "-m", "pyengine", *arguments]
-    mark = uuid.uuid4().hex  # every process of the command has it, in a session of its own too
+    mark = uuid.uuid4().hex  # every process of the command inherits it, even in another session
     process = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
@@ -88,11 +88,11 @@ def _is_caught(pid: int, number: signal.Signals) -> bool:
 
 
 def problem(found: Stop, number: signal.Signals) -> str:
-    """Return what is wrong with an end; empty if nothing is."""
+    """Return what is wrong with the end of a command; empty if nothing is."""
     if found.left:
         return f"left {found.left}"
     if found.code in (0, 1) and not found.said:
-        return ""  # it had done its work
+        return ""  # it had finished before
     word = {signal.SIGINT: "interrupted: ", signal.SIGTERM: "terminated: "}[number]
     is_clean = found.code == 128 + number and len(found.said) == 1 and found.said[0].startswith(word)
     return "" if is_clean else f"{found.code} {found.said}"

@@ -1,6 +1,4 @@
-"""Faults on one rank, in every phase of a window and every way in:
-all ranks end as the table in `fault_cases.py` says.
-"""
+"""A fault on one rank, in any phase of a window, ends on every rank as the table in `fault_cases.py` says."""
 
 from __future__ import annotations
 
@@ -13,13 +11,13 @@ from fault_outcomes import ENDS, Outcome
 from fault_scenario import train
 from marks import rest
 
-# No rank waits longer for another than the group's timeout. What comes on top is a busy machine.
+# No rank waits for another rank longer than the group's timeout; the margin allows for a busy machine.
 MARGIN_S = 25
 
 
 @pytest.fixture(scope="module")
 def ended():
-    """Count faults and their ends, and record them."""
+    """Return a counter of (fault, end) pairs; record its counts after the module's tests."""
     counts: Counter[tuple[str, str]] = Counter()
     yield counts
     for (fault, end), tries in counts.items():

@@ -1,8 +1,8 @@
-"""Ctrl-C at every call of a window.
+"""Ctrl-C in function calls all over a window.
 
-One process goes on with clean windows after `abandon`, or in a new loop. Between the reduction and the step a
-new loop says that the window was not used: `abandon` drops it. Several ranks go on with the same parameters,
-or an error is raised on every rank; no process is ended.
+A single process continues with clean windows after `abandon`, or in a new loop. If the interrupt comes
+between the reduction and the step, a new loop raises an error, and `abandon` drops the window. Several ranks
+continue with equal parameters, or every rank raises an error; no process dies.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 import pyengine as pe
 from pyengine.comm import watch
 
-PACKAGE = Path(pe.__file__).parent  # not only its name: the folder of a clone may have the same
+PACKAGE = Path(pe.__file__).parent  # the full path: the folder of a clone may be named pyengine, too
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt in the n-th call of a function in files of the package, once."""
+    """Raises KeyboardInterrupt once, in the `at`-th call of a function in `files` of the package."""
 
     def __init__(self, at: int, files: str = "") -> None:
         self.at, self.seen, self.files = at, 0, f"{PACKAGE}/{files}"
@@ -75,7 +75,7 @@ def test_one_process_goes_on_after_an_interrupt_at_calls_all_over_a_window(optio
     want = _goes_on(*_made(options))
     counting = Interrupt(0)
     model, sync, optimizer = _made(options)
-    _windows(model, sync, optimizer, torch.randn(4, 1, 3))  # warm
+    _windows(model, sync, optimizer, torch.randn(4, 1, 3))  # warm-up
     sys.setprofile(counting)
     _windows(model, sync, optimizer, torch.randn(2, 1, 3))
     sys.setprofile(None)
@@ -116,7 +116,7 @@ def _attempt(action: Callable[[], object], wrong: list[str], at: int) -> None:
 
 
 def _interrupted(options: dict[str, Any], at: int, files: str) -> tuple[list[float], str, int]:
-    """Train over two ranks; an interrupt on rank 0 is caught, and its loop goes on."""
+    """Train on two ranks, of which rank 0 catches an interrupt; return (parameters, error, calls seen)."""
     watch.WAIT_S = 0.2
     rank, group = dist.get_rank(), dist.new_group(timeout=timedelta(seconds=2))
     small = {"process_group": group, "bucket_cap_mb": 1e-5, "stall_after_s": 0.3}

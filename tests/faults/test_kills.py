@@ -1,7 +1,7 @@
-"""Workers die at random moments under torch.distributed.elastic; the run goes on, and ends as if none had.
+"""Workers die at random moments under torch.distributed.elastic, which does not change the run's result.
 
-With exact sums the number of workers changes between jobs, and the end has the bits of one worker alone that
-nobody has disturbed. Without, it has those of an undisturbed run on as many workers.
+With exact sums, the number of workers changes between jobs, and the result has the bits of an undisturbed run
+on one worker. Without exact sums, it has the bits of an undisturbed run on the same number of workers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from marks import rest
 from processes import left, living
 
 JOB = Path(__file__).with_name("kill_job.py")
-WINDOWS_A_KILL = 4  # an order takes at most that many, on a machine that is not too busy
+WINDOWS_A_KILL = 4  # most windows until an order kills its worker, unless the machine is very busy
 LIMIT_S = 600
 
 
 @dataclass
 class Campaign:
-    """Runs of one kind, and what became of their workers."""
+    """Runs with one accumulator, and counts of the workers that were killed in them."""
 
     ranks: Callable[[int], Any]
     folder: Path
@@ -48,7 +48,7 @@ class Campaign:
         self._runs = self._jobs = 0
 
     def run(self, jobs: Sequence[tuple[int, int]]) -> None:
-        """Make one run of jobs, each (workers, kills); all but the last end by a kill. Check it."""
+        """Run jobs, each (workers, kills), and check the result; every job but the last ends by a kill."""
         self._runs += 1
         folder = self.folder / f"run-{self._runs}"
         folder.mkdir(parents=True)
@@ -57,7 +57,7 @@ class Campaign:
             is_last = number == len(jobs) - 1
             phases = [next(self._phases) for _ in range(kills)]
             if number == 0 and phases[0] in ("load", "remove"):
-                phases[0] = ""  # nothing is there yet
+                phases[0] = ""  # there is no checkpoint yet
             orders = [asdict(order) for order in draw(self._generator, phases, world)]
             restarts = kills if is_last else kills - 1
             code = self._job(folder, world, windows, orders, restarts)
@@ -71,9 +71,7 @@ class Campaign:
         self.passed.update(passed.read_text().splitlines() if passed.exists() else [])
 
     def _check(self, folder: Path, windows: int, world: int) -> int:
-        """Every step has the undisturbed run's digest whenever it was taken, and no step that was saved is
-        lost; return the restarts of the last job.
-        """
+        """Check the digest of every step, and that no saved step is lost; return the last job's restarts."""
         wanted = self._alone(world, windows)
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
         saved = 0
@@ -115,7 +113,7 @@ class Campaign:
         return code
 
     def _endless(self) -> Iterator[str]:
-        """Give every phase once in random order, a moment behind each, and so on."""
+        """Yield all phases in random order, each followed by "" for a random moment; repeat forever."""
         while True:
             for phase in self._generator.sample(PHASES, len(PHASES)):
                 yield phase

@@ -42,7 +42,7 @@ def test_a_rank_that_dies_ends_a_run_that_does_not_expect_it(ranks):
 
 
 class _Store:
-    """In which the other of two ranks says that it is done, behind this one's third look."""
+    """A store in which the other of two ranks is done at this rank's third look."""
 
     def __init__(self) -> None:
         self.looks = 0

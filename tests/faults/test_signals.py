@@ -1,4 +1,4 @@
-"""Commands get SIGINT and SIGTERM at random moments, also in their first seconds."""
+"""Commands receive SIGINT or SIGTERM at random moments, including their first seconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Turn what campaigns have recorded into a result file and the table of docs/reliability.md.
+"""Turn the records of campaigns into a result file and the table of docs/reliability.md.
 
-`make faults` calls it: `python tests/faults/write_table.py build/faults.jsonl`.
+`make faults` runs it: `python tests/faults/write_table.py build/faults.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 PAGE, RESULTS = ROOT / "docs" / "reliability.md", ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- faults: written by make faults -->\n", "<!-- end of faults -->\n"
-# What an outcome of every fault in a run ends with; the page has it once.
+# Many outcomes end with this text; the page states it once.
 SHARED = "; parameters have the bits of the steps that were taken"
 Row = Mapping[str, Any]
 
 
 def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return one row for each fault, maker and outcome: tries of several processes are added up."""
+    """Return one row per (fault, made_by, outcome), with the tries of several processes added up."""
     tries: dict[tuple[str, str, str], int] = {}
     for row in rows:
         key = row["fault"], row["made_by"], row["outcome"]
@@ -33,9 +33,9 @@ def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the table of the page: by outcome the faults that ended so; the file has how each was made.
+    """Return the page's table, which lists the faults of each outcome.
 
-    Of the soak the table has all windows as one fault.
+    Of faults that are recorded by kind ("fault: kind"), only the kind "none" is counted.
     """
     by_outcome: dict[str, dict[str, int]] = {}
     for row in rows:
@@ -51,7 +51,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """Return what stands before the table, the table, and what stands behind it."""
+    """Return the text before the table, the table, and the text after it."""
     before, _, rest = page.partition(BEGIN)
     old, _, behind = rest.partition(END)
     return before, old, behind

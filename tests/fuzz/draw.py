@@ -1,4 +1,4 @@
-"""Choices out of bytes: every input is a case, and a small change of one is a small change of the other."""
+"""Choices drawn from bytes: every input is a case, and a small change of an input changes its case little."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 
-# Around what int32, int64 and the ops' own limits can hold.
+# Around the limits of int32, int64 and the ops.
 LARGE = (2**24, 2**31 - 1, 2**31, 2**40, 2**40 + 1, 2**62, 2**63 - 1, 2**63, 2**64, 2**70)
 
 
 class Draw:
-    """Draws choices from bytes; behind their end come zeros, so that short inputs are plain cases."""
+    """Draws choices from bytes; zeros follow the last byte, so that short inputs are simple cases."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0
@@ -29,15 +29,15 @@ class Draw:
         return value % end
 
     def pick(self, items: Sequence[Item]) -> Item:
-        """Return one of some items; the first one where the bytes are at their end."""
+        """Return one of `items`; the first one if no bytes are left."""
         return items[self.below(len(items))]
 
     def once_in(self, times: int) -> bool:
-        """Return True in one of so many cases; False where the bytes are at their end."""
+        """Return True in one of `times` cases; False if no bytes are left."""
         return self.byte() % times == times - 1
 
     def large(self) -> int:
-        """Return a number that does not fit everywhere, of either sign."""
+        """Return a number of either sign that may be too large for an integer type or an op."""
         return self.pick(LARGE) * self.pick((1, -1))
 
     def rest(self) -> bytes:

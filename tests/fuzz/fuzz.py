@@ -1,8 +1,8 @@
-"""Let libFuzzer look for inputs that a target does not survive: `make fuzz`, by way of fuzz.sh.
+"""Search with libFuzzer for inputs that make a target fail; `make fuzz` runs this through fuzz.sh.
 
     FUZZ_TARGET=state_boundary tests/fuzz/fuzz.sh [libFuzzer's options] CORPUS ...
 
-What counts as new is an edge of pyengine's Python code (Atheris), or one of the sanitized core
+An input is new if it reaches a new edge of pyengine's Python code (Atheris) or of the sanitized core
 (tests/sanitize/coverage.cpp).
 """
 
@@ -23,7 +23,7 @@ import torch  # noqa: F401 - not to be instrumented
 
 
 def _hand_over_counters() -> None:
-    """Give libFuzzer the core's counters, and let those of Python's code come to it."""
+    """Register the core's coverage counters with libFuzzer, and forward those of Python code to it."""
     from atheris import core_with_libfuzzer
 
     fuzzer, core = ctypes.CDLL(core_with_libfuzzer.__file__), sanitized_core.coverage()
@@ -43,6 +43,6 @@ with atheris.instrument_imports(include=["pyengine"]):
     target = importlib.import_module(os.environ["FUZZ_TARGET"])
 
 if __name__ == "__main__":
-    # libFuzzer starts itself anew by its name, where it merges.
+    # libFuzzer restarts itself by this name when it merges corpora.
     atheris.Setup([str(HERE / "fuzz.sh"), *sys.argv[1:]], target.run)
     atheris.Fuzz()

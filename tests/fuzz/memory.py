@@ -1,4 +1,4 @@
-"""Memory and tensors for an op, drawn: good ones, odd ones, and some that share memory with others."""
+"""Memory and tensors that are drawn for an op: valid ones, unusual ones, and some that share memory."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (torch.float64, torch.int32, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
-# Of every class, among numbers of some binades.
+# Special values, which are placed among ordinary numbers.
 SPECIAL = (float("inf"), float("-inf"), float("nan"), -0.0, 1e-45, 6e-8, 65520.0, 3.4e38)
 
 
-MOST = 2**18  # elements of a tensor; where a plan wants more, it is too small
+MOST = 2**18  # most elements of a tensor; it is too small if a plan needs more
 
 
 class Subclass(Tensor):
-    """A plain subclass, whose elements lie at its address."""
+    """A plain subclass, whose elements are stored at its address."""
 
 
 class Memory:
-    """All memory that the tensors of one case lie in; two of the same draws are alike, bit for bit."""
+    """The memory of all tensors of one case; equal draws give equal bits."""
 
     def __init__(self, draw: Draw) -> None:
         self._draw = draw
         self.pieces: list[Tensor] = []
 
     def content(self) -> list[Tensor]:
-        """Return copies of all that lies here; what has lost its memory is empty."""
+        """Return a copy of every piece; the copy is empty if the piece has lost its memory."""
         return [torch.empty(0) if _is_cut(piece) else piece.detach().clone() for piece in self.pieces]
 
     def new(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return new memory of exactly this size, and for a few elements at any byte."""
+        """Return new memory of exactly this size (at most MOST); small pieces may begin at any byte."""
         draw, numel = self._draw, min(numel, MOST)
         if draw.once_in(16) and 0 < numel < 2**12:
             piece = torch.frombuffer(
@@ -61,7 +61,7 @@ class Memory:
         return self.new(numel + shift, dtype)[shift:]
 
     def scale(self) -> Tensor:
-        """Return a scale, which mostly is one."""
+        """Return a scale, which is sometimes invalid."""
         draw = self._draw
         if draw.once_in(16):
             return draw.pick((self.tensor(1, DTYPES), torch.ones((), dtype=torch.float64), 1.0))  # type: ignore[return-value]
@@ -70,7 +70,7 @@ class Memory:
         return torch.tensor(draw.pick((1.0, 0.3, -2.0, 0.0, float("inf"), float("nan"), 1e-40, 3e38)))
 
     def _shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a view into what is there, if it is large enough."""
+        """Return a view into an existing piece, or None if it does not fit."""
         piece = self._draw.pick(self.pieces)
         if piece.dtype.itemsize * piece.numel() % dtype.itemsize or piece.storage_offset():
             return None
@@ -100,7 +100,7 @@ def _resized(memory: Memory, numel: int, dtype: torch.dtype) -> Tensor:
     return tensor
 
 
-# What no op takes, or only looks odd.
+# Arguments that no op accepts, and some that only look unusual.
 ODD: tuple[Callable[[Memory, int, torch.dtype], Tensor], ...] = (
     lambda memory, numel, dtype: memory.new(numel + 1, dtype),
     lambda memory, numel, dtype: memory.new(max(0, numel - 1), dtype),

@@ -1,4 +1,4 @@
-"""Any call of an op: an error of Python that leaves everything as it was, or what plain PyTorch gives."""
+"""Any call of an op either raises a Python error and writes nothing, or equals plain PyTorch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyengine.ops.codec_reference import FORMATS
 from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
-# Around lanes, segments, blocks and chunks; small ones first.
+# Sizes around lanes, segments, blocks and chunks; small sizes first.
 NUMELS = (1, 0, 2, 3, 15, 16, 17, 64, 65, 99, 255, 257, 8191, 8193, 16384, 16385, 40001)
 BLOCK = 64
 
@@ -28,12 +28,12 @@ Calls = list[Callable[[], None]]
 
 @dataclass
 class Outcome:
-    """What became of a call.
+    """The outcome of a call.
 
     Attributes:
-        error: its type; None if there was none.
-        memory: all of it afterwards.
-        is_written: whether anything differs from before.
+        error: the type of the error that the call raised; None if it raised none.
+        memory: the content of all memory after the call.
+        is_written: whether the call changed any memory.
     """
 
     error: type[Exception] | None
@@ -85,14 +85,14 @@ def _plan(draw: Draw, *, is_exact: bool) -> BucketPlan:
         wrong[draw.below(len(wrong))] = draw.pick((draw.large(), draw.below(300), -1))
     if draw.once_in(64):
         offsets.pop()
-    # A slot of 2^40 elements is allowed, and the core cuts it into chunks of 24 bytes each: gigabytes.
+    # A slot of 2^40 elements is allowed, but the core's list of its chunks, 24 bytes each, takes gigabytes.
     if any(2**26 < numel <= 2**40 for numel in numels):
         raise ValueError("too large for this machine")
     return BucketPlan(offsets, numels)
 
 
 def _tensors(draw: Draw, memory: Memory, plan: BucketPlan) -> Any:
-    """Draw a list for the slots, or pointers to it, whose tensors may have moved since."""
+    """Draw a list of tensors for the slots, or pointers to the list; a tensor may have moved afterwards."""
     dtypes = (draw.pick(DTYPES),)
     tensors: Any = [None if draw.once_in(8) else memory.tensor(n, dtypes) for n in plan.numels]
     if draw.once_in(32):
@@ -122,7 +122,7 @@ def _resize(draw: Draw, tensor: Tensor) -> None:
 
 
 def _shrink(draw: Draw, tensor: Tensor) -> None:
-    if not tensor.requires_grad:  # or torch refuses
+    if not tensor.requires_grad:  # torch refuses to resize such tensors
         tensor.resize_(draw.below(tensor.numel() + 1))
 
 
@@ -171,7 +171,7 @@ def _unscale_norm(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
 
 
 def _exact(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
-    """Draw the life of a sum; its memory is seen with the rest."""
+    """Draw all calls of an exact sum, whose memory is compared with the rest."""
     terms = draw.pick((2, 1, 3, 4096, 0, 4097))
     numel = -(-plan.flat_numel // BLOCK) * BLOCK + draw.pick((0, 0, BLOCK, 1))
     sums = [ExactSum(plan, numel=numel, terms=terms, device=torch.device("cpu")) for _ in range(2)]
@@ -193,14 +193,14 @@ def _exact(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
 
 
 def _codec(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
-    """Draw what ranks send each other: payloads of any bytes among them."""
+    """Draw the calls of a codec; payloads may contain any bytes."""
     del plan
     form = draw.pick(tuple(FORMATS))
     codec = Codec(form, draw.pick((1, 1, 32) if form in ("bf16", "fp16") else (32, 256, 64, 1024, 1)))
     numel, world = draw.pick(NUMELS), 1 + draw.below(3)
     size = codec.num_bytes(numel)
     values = memory.tensor(numel, DTYPES[:1])
-    # No narrow type inside of another one's memory: what bits its nan has is torch's business.
+    # A narrow dtype does not share memory with another tensor: torch may choose any bits for its nan.
     out = memory.new(numel, draw.pick(DTYPES)) if draw.once_in(3) else memory.tensor(numel, DTYPES[:1])
     payload = memory.tensor(size, (torch.uint8,))
     sent = memory.tensor(world * size, (torch.uint8,))

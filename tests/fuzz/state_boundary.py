@@ -1,4 +1,4 @@
-"""Damaged states: an error that names what is wrong and leaves everything as it was, or what was saved."""
+"""Loading a damaged state either raises a clear error and changes nothing, or restores that state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ executed: list[str] = []
 
 
 class Evil:
-    """Tells when a pickle of it is executed."""
+    """Records that its pickle was executed."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return executed.append, ("by a pickle",)
@@ -53,7 +53,7 @@ class _Model(nn.Module):
 
 @functools.cache
 def _engine(kind: str) -> tuple[pe.GradSync, bytes]:
-    """Return an engine, and its state at another time, as a file."""
+    """Return an engine and a state that it saved earlier, as the bytes of a file."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = _Model()
@@ -88,7 +88,7 @@ def _everything(sync: pe.GradSync) -> bytes:
 
 
 def _load(kind: str, state: Any) -> None:
-    """Load a state into an engine that has loaded a good one; it is taken as it is, or changes nothing."""
+    """Load a state into an engine that has loaded a good one; it is restored, or refused without changes."""
     sync, _ = _engine(kind)
     sync.load_state_dict(_saved(kind))
     before = _everything(sync)
@@ -104,7 +104,7 @@ def _load(kind: str, state: Any) -> None:
 
 
 def _draw_from(states: dict[str, Any]) -> None:
-    """Let generators go on from states, which ASan sees if it is from somewhere else; and put them back."""
+    """Draw from generators with these states, so that ASan finds wrong reads; restore the old states."""
     before = rng_states()
     set_rng_states(states)
     random.random(), numpy.random.random(1000), torch.rand(1000), torch.randn(3, dtype=torch.float64)
@@ -123,7 +123,7 @@ def _damaged_state(draw: Draw, kind: str) -> None:
 
 
 def _damage(draw: Draw, root: Any) -> None:
-    """Walk to some place in nested dicts and lists, and change what is there."""
+    """Walk to some entry of nested dicts and lists, and change it."""
     node, key = root, None
     for _ in range(1 + draw.below(5)):
         keys = _keys(node)
@@ -131,7 +131,7 @@ def _damage(draw: Draw, root: Any) -> None:
             break
         parent, key = node, draw.pick(keys)
         node = parent[key]
-        if isinstance(node, tuple):  # so that what is in it can be changed
+        if isinstance(node, tuple):  # so that its entries can be changed
             node = parent[key] = list(node)
     if key is not None:
         draw.pick(DAMAGES)(draw, parent, key, root)
@@ -182,7 +182,7 @@ def _itself(draw: Draw, parent: Any, key: Any, root: Any) -> None:
 
 
 def _generator(draw: Draw, parent: Any, key: Any, root: Any) -> None:
-    """Change where a generator is, and what stands beside its words."""
+    """Change a generator's position, or another value that is stored with its words."""
     states = root.get("rng") if isinstance(root, dict) else None
     name = draw.pick(("numpy", "torch", "random"))
     state = states.get(name) if isinstance(states, dict) else None
@@ -201,7 +201,7 @@ def _generator(draw: Draw, parent: Any, key: Any, root: Any) -> None:
 
 
 def _outside(tensor: Tensor) -> Tensor:
-    """Return a sparse tensor of which an index is outside of its shape."""
+    """Return a sparse tensor with an index outside its shape."""
     indices = torch.full((max(1, tensor.dim()), 1), 2**40)
     values = torch.ones(1, dtype=tensor.dtype)
     return torch.sparse_coo_tensor(indices, values, tensor.shape or (1,), check_invariants=False)
@@ -251,7 +251,7 @@ def _damaged_file(draw: Draw, kind: str) -> None:
         draw.pick(CUTS)(draw, content)
     try:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except Exception:  # noqa: BLE001 - of bytes that torch cannot read
+    except Exception:  # noqa: BLE001 - torch cannot read these bytes
         return
     _load(kind, state)
 
@@ -289,7 +289,7 @@ CUTS = (_flip, _cut, _leave_out, _clear, _overwrite, _keep)
 
 @functools.cache
 def _evil() -> tuple[bytes, bytes]:
-    """Return pickles that execute something, bare and as torch.save packs them."""
+    """Return pickles that execute code, without an archive and in an archive like torch.save's."""
     bare, packed = pickle.dumps(Evil()), io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("archive/data.pkl", bare)

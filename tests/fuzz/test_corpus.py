@@ -1,4 +1,4 @@
-"""The inputs that the fuzzers have kept, each of which reached code that no other one did."""
+"""The inputs that the fuzzers have kept; each reached code that no other input reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names that code blocks of a page use and do not define."""
+"""The names that the code blocks of a page use but do not define."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SEED, MICRO_BATCH, WINDOW = 7, 2, 12
 
 @contextmanager
 def loop() -> Iterator[Names]:
-    """What every training loop has."""
+    """Yield the names that every training loop uses."""
     torch.manual_seed(SEED)
     model, critic = nn.Linear(4, 3), nn.Linear(3, 1)
     data = TensorDataset(torch.randn(50, 4), torch.randint(3, (50,)))
@@ -55,7 +55,7 @@ def loop() -> Iterator[Names]:
 
 @contextmanager
 def experts() -> Iterator[Names]:
-    """A model with experts in the place of the other one, its optimizer, and a group for the experts."""
+    """Yield the names of `loop`, but with a model that has experts, and a group for the experts."""
     with loop() as names:
         model = nn.Sequential(nn.Linear(4, 4))
         model.add_module("experts", nn.Sequential(nn.Linear(4, 3)))
@@ -64,7 +64,7 @@ def experts() -> Iterator[Names]:
 
 
 class Classifier(nn.Module):
-    """Returns logits; with labels a loss, as Transformers' Trainer needs it."""
+    """Returns logits; if labels are given, a dict with the loss, as Transformers' Trainer requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Classifier(nn.Module):
 
 @contextmanager
 def loops_before_and_after() -> Iterator[Names]:
-    """What the loops of other libraries need: full windows of 4, on ranks that have different data."""
+    """Yield what loops of other libraries need: full windows of 4, and a loader that differs by rank."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     environ = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
@@ -110,7 +110,7 @@ def loops_before_and_after() -> Iterator[Names]:
 
 @contextmanager
 def engine() -> Iterator[Names]:
-    """An engine beside that, and a function that trains one window with it."""
+    """Yield the names of `loop`, an engine, and a function that trains one window with it."""
 
     def train(sync: pe.Sync, model: nn.Module, loader: DataLoader) -> None:
         for x, y in next(sync.windows(loader)):
@@ -125,7 +125,7 @@ def engine() -> Iterator[Names]:
 
 
 class Tagger(nn.Linear):
-    """Returns logits of tokens; with labels an object with their mean loss, as models of Transformers do."""
+    """Returns logits of tokens; if labels are given, an object with the mean loss, as in Transformers."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
         logits = super().forward(x)
@@ -134,7 +134,7 @@ class Tagger(nn.Linear):
 
 @contextmanager
 def counts() -> Iterator[Names]:
-    """An engine over a model of tokens, sequences of them by prompt, and losses."""
+    """Yield an engine for a token model, a loader of token sequences with counts, and loss functions."""
     with loop() as names:
         names["model"] = Tagger(4, 3)
         names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def _losses(model: nn.Module, batch: Names) -> list[torch.Tensor]:
 
 @contextmanager
 def exact() -> Iterator[Names]:
-    """A sampler, its loader, and where a checkpoint would be."""
+    """Yield a sampler, its loader, and the path for a checkpoint."""
     with loop() as names:
         sampler = pe.WindowSampler(
             len(names["data"]), seed=SEED, micro_batch=MICRO_BATCH, global_batch=WINDOW
@@ -174,7 +174,7 @@ def exact() -> Iterator[Names]:
 
 @contextmanager
 def checkpoint() -> Iterator[Names]:
-    """A new engine, and a checkpoint that another one has written behind a window."""
+    """Yield a new engine, and the folder of a checkpoint that another engine saved after a window."""
     with loop() as names:
         model, folder = copy.deepcopy(names["model"]), Path.cwd()
         x, y = names["data"][:MICRO_BATCH]
@@ -190,7 +190,7 @@ def checkpoint() -> Iterator[Names]:
 
 @contextmanager
 def study() -> Iterator[Names]:
-    """What a training function for `study` calls; the function is run as `study` runs it."""
+    """Yield what a training function for `study` calls, then run the function as `study` does."""
     run = Run(
         target="",
         workers=dist.get_world_size(),
@@ -223,13 +223,13 @@ def study() -> Iterator[Names]:
 
 @contextmanager
 def adapters() -> Iterator[Names]:
-    """An accelerator, and two models."""
+    """Yield an accelerator, and two models with their optimizers."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
     from pyengine.adapters.accelerate import prepare
 
-    with loop() as names, patch.dict(os.environ):  # an FSDP plugin leaves variables behind
+    with loop() as names, patch.dict(os.environ):  # an FSDP plugin leaves variables set
         names |= {"generator": nn.Linear(4, 3), "critic": nn.Linear(4, 3)}
         names["optimizer_g"] = torch.optim.AdamW(names["generator"].parameters())
         names["optimizer_d"] = torch.optim.AdamW(names["critic"].parameters())
@@ -239,7 +239,7 @@ def adapters() -> Iterator[Names]:
     GradientState._reset_state()
 
 
-# Page: (what it assumes, number of ranks). The other pages have `loop` on two ranks.
+# Page: (names that its blocks assume, number of ranks). The other pages use `loop` on two ranks.
 NAMES = {
     "README.md": (loops_before_and_after, 2),
     "docs/adapters.md": (adapters, 1),

@@ -1,4 +1,4 @@
-"""The modules of the package, the documentation pages, and the code in these: fenced blocks and `spans`."""
+"""The modules of the package, the documentation pages, and their code: fenced blocks and `spans`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: the page it is on, the line its code begins at, the word behind the fence,
-    and the code.
-    """
+    """A fenced block: its page, the line at which its code begins, its language, and its code."""
 
     page: str
     line: int
@@ -30,7 +28,7 @@ class Block:
 
     @property
     def is_doctest(self) -> bool:
-        """Whether the code is a session at the prompt."""
+        """Whether the code is an interactive session with `>>>` prompts."""
         return self.code.startswith(">>>")
 
     def __str__(self) -> str:
@@ -38,12 +36,12 @@ class Block:
 
 
 def name_of(page: Path) -> str:
-    """Return a page's path as people write it."""
+    """Return a page's path relative to the repository."""
     return page.relative_to(ROOT).as_posix()
 
 
 def blocks(language: str | None = None) -> list[Block]:
-    """Return every block of every page, or those of one language."""
+    """Return the blocks of all pages, or only those of one language."""
     found = []
     for page in PAGES:
         text = page.read_text()
@@ -58,7 +56,5 @@ def prose(page: Path) -> str:
 
 
 def spans(page: Path) -> list[str]:
-    """Return what stands between backticks in a page's prose;
-    in a table a bar is written with a backslash.
-    """
+    """Return the code between backticks in a page's prose, with the bars of tables unescaped."""
     return [span.replace("\\|", "|") for span in _SPAN.findall(prose(page))]

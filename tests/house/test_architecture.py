@@ -1,4 +1,4 @@
-"""A folder of the package is a floor: it imports from floors below what docs/architecture.md shows."""
+"""A folder of the package is a floor: it imports only from lower floors, as docs/architecture.md shows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pages import MODULES, PACKAGE, ROOT
 
 ABOVE = {"__init__.py", "__main__.py", "py.typed", "__pycache__"}  # above all floors
 LATE = {
-    "__init__.py",  # the command's signals, in the process of the command line alone
+    "__init__.py",  # signal handlers, only in the process of a command
     "comm/__init__.py",  # torch_xla, which may be absent
-    "cli/main.py",  # the packages of one command
+    "cli/main.py",  # packages that only one command needs
     "cli/trackers.py",  # tensorboard, which may be absent
     "ops/native.py",  # the extension
 }

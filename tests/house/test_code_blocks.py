@@ -21,20 +21,20 @@ from pyengine.cli.main import build_parser
 
 PYTHON = blocks("python")
 SESSIONS = sorted({block.page for block in PYTHON if block.is_doctest})
-# A block that starts workers itself is a script.
+# A block that starts workers itself is run as a script.
 SCRIPTS = [block for block in PYTHON if "pe.launch(" in block.code]
-# May be missing here, and then the block is compiled only; tests/xla makes the call of torch_xla.
+# Libraries that may be missing; a block that needs one is then only compiled. tests/xla covers torch_xla.
 OPTIONAL = ["accelerate", "lightning", "peft", "torch_xla", "torchdata", "transformers", "trl", "wandb"]
 
 
 def _param(*given: Block) -> Any:
-    """Mark blocks as slow if every rank imports another library for them, which takes seconds."""
+    """Mark blocks as slow if they need another library: every rank imports it, which takes seconds."""
     is_slow = any(re.search(rf"\b{module}\b", block.code) for block in given for module in OPTIONAL)
     value = given if len(given) > 1 else given[0]
     return pytest.param(value, id=str(given[-1]), marks=[pytest.mark.slow] if is_slow else [])
 
 
-# Loops that are meant to train the same parameters stand one behind the other.
+# Each loop "before" is followed by the loop "after" that must train the same parameters.
 BEFORE = [block for block in PYTHON if block.code.startswith("# before\n")]
 AFTER = [block for block in PYTHON if block.code.startswith("# after\n")]
 PAIRS = [
@@ -42,14 +42,14 @@ PAIRS = [
     for before in BEFORE
     if before.page != "README.md"
 ]
-# A further loop behind these trains what the page's first loop does.
+# Any other loop "after" trains the same parameters as the page's first loop "before".
 PAIRS += [
     (next(before for before in BEFORE if before.page == after.page), after)
     for after in AFTER
     if after.page != "README.md" and after not in sum(PAIRS, ())
 ]
 RUN = [block for block in PYTHON if not block.is_doctest and block not in [*SCRIPTS, *sum(PAIRS, ())]]
-# Sphinx reads these, and fails on what it does not know; or they are not ours to run.
+# Sphinx itself fails on wrong directives; yaml and text blocks are not run.
 OTHERS = {"{toctree}", "{eval-rst}", "{literalinclude}", "yaml", "text"}
 
 
@@ -66,7 +66,7 @@ def test_a_session_prints_what_the_page_shows(page):
 
 
 def _run_on_ranks(ranks: Any, block: Block, folder: Path) -> torch.Tensor:
-    """Run a block on as many ranks as its page has, which have to get the same parameters; return these."""
+    """Run a block on its page's number of ranks; return the parameters, which must be equal on all ranks."""
     compile(block.code, str(block), "exec")
     for module in [*OPTIONAL, "tqdm"]:
         if re.search(rf"\b{module}\b", block.code):
@@ -86,14 +86,15 @@ def test_a_block_runs_with_what_its_page_assumes(ranks, tmp_path, block):
 @pytest.mark.parametrize("pair", [_param(*pair) for pair in PAIRS])
 def test_the_loop_after_trains_the_parameters_of_the_loop_before(ranks, tmp_path, pair):
     was, now = (_run_on_ranks(ranks, block, tmp_path) for block in pair)
-    # Sums of 8 gradients of size 1, times the learning rate, in another order: 16 roundings of 2^-24 a step.
+    # Sums of 8 gradients of size 1, times the learning rate, in a different order: 16 roundings of 2^-24 in
+    # each of 3 steps.
     torch.testing.assert_close(now, was, rtol=0, atol=3 * 16 * 2**-24)
 
 
 def test_the_loop_before_halves_the_short_last_window_of_the_readme(ranks):
     before, after = (block for block in BEFORE + AFTER if block.page == "README.md")
     (was, *_), (now, *_) = (ranks(2).run(_last_gradient, block) for block in (before, after))
-    # 4 of 8 micro-batches; sums of 8 gradients, in another order.
+    # The last window has 4 of 8 micro-batches; its sums of 8 gradients are added in a different order.
     torch.testing.assert_close(2 * was, now, rtol=0, atol=16 * 2**-24)
 
 
@@ -112,7 +113,7 @@ def _last_gradient(block: Block) -> torch.Tensor:
 
 
 def _run(block: Block, folder: Path) -> torch.Tensor:
-    """Run a block on this rank; return the parameters, which change if it steps or makes an engine."""
+    """Run a block on this rank; return the parameters, which change if it steps or creates an engine."""
     steps = ".step(" in block.code
     makes_an_engine = len(re.findall(r"^sync = ", block.code, re.MULTILINE)) == 1
     start = Path.cwd()
@@ -134,7 +135,7 @@ def _run(block: Block, folder: Path) -> torch.Tensor:
 
 
 def _execute(block: Block, names: dict[str, Any]) -> None:
-    """Run a block as a module, so that what it defines can be sent to other ranks; add its names."""
+    """Run a block as a module, so that ranks can send its definitions; add its names to `names`."""
     module = sys.modules["block"] = ModuleType("block")
     vars(module).update(names)
     exec(compile(block.code, str(block), "exec"), vars(module))

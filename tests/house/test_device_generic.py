@@ -1,5 +1,6 @@
-"""The engine runs on any device of torch.distributed, under any default dtype and device of torch: no module
-names a device, except those listed here, and every new tensor gets a dtype and a device.
+"""The engine runs on any device of torch.distributed, with any default dtype and device of torch.
+
+Only the modules listed here name a device, and every new tensor gets a dtype and a device.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pages import MODULES, PACKAGE
 
 DEVICES = "cpu|cuda|xla|tpu|mps|xpu|hpu|npu"
-# Which modules may, and why.
+# The modules that may name a device, and why.
 ALLOWED = {
     "ops/cuda.py": "binds the CUDA kernels",
     "ops/native.py": "passes the core the dispatch keys of tensors that it can address",
@@ -26,7 +27,7 @@ ALLOWED = {
     "comm/shared_memory.py": "NCCL's memory pools are torch.cuda's",
     "comm/xla.py": "torch_xla's transport: what its CPU backend cannot reduce",
 }
-# What a call leaves to a default of torch unless it names it.
+# For each function, the arguments that it takes from torch's defaults unless they are given.
 BOTH = {"dtype", "device"}
 FACTORIES = {
     **dict.fromkeys(["arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full"], BOTH),
@@ -38,7 +39,7 @@ FACTORIES = {
 
 
 def _nodes() -> Iterator[tuple[str, ast.AST]]:
-    """Return (module, node) of the syntax of all modules but the command line's."""
+    """Yield (module, node) for every syntax node of all modules except those of the command line."""
     for module in MODULES:
         if module.parts[0] != "cli":
             for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
@@ -46,7 +47,7 @@ def _nodes() -> Iterator[tuple[str, ast.AST]]:
 
 
 def _names_a_device(node: ast.AST) -> bool:
-    """Return whether this is "cuda:0", `torch.cuda` or `.is_cuda`."""
+    """Return whether a node names a device, for example as "cuda:0", `torch.cuda` or `.is_cuda`."""
     if isinstance(node, ast.Constant):
         return re.fullmatch(rf"({DEVICES})(:.*)?", str(node.value), re.IGNORECASE) is not None
     if isinstance(node, ast.Attribute):

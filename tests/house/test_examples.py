@@ -1,4 +1,4 @@
-"""The examples in docstrings run as they stand."""
+"""The examples in docstrings run as written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each extra and target installs, the name of the package, and what the sdist holds."""
+"""What each extra and target installs, the name of the package, and what the sdist contains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _run(*command: str) -> str:
 
 
 def _listed(key: str) -> set[str]:
-    """Return the packages of one of pyproject.toml's lists, without their versions."""
+    """Return the packages of a list in pyproject.toml, without their versions."""
     (found,) = re.findall(rf"^{key} = \[(.*)\]$", PROJECT, re.MULTILINE)
     return set(re.findall(r'"([\w-]+)', found.lower()))
 
@@ -59,7 +59,7 @@ def test_make_run_leaves_cuda_out_only_where_there_is_no_device_and_nobody_asked
 
 @pytest.fixture
 def setup_py(monkeypatch, tmp_path):
-    """Run setup.py where no compiler is on PATH; return its names."""
+    """Return a function that runs setup.py without a compiler on PATH and returns its names."""
     monkeypatch.setattr("setuptools.setup", lambda **settings: None)
     for name in ("CXX", "CUDACXX", "PYENGINE_CUDA", "PYENGINE_NO_EXT"):
         monkeypatch.delenv(name, raising=False)
@@ -109,7 +109,7 @@ def test_the_workflow_makes_what_ci_run_makes_and_pins_its_actions():
     targets = set(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split())
     made = {name for listed in re.findall(r"targets: ([\w -]+)", workflow) for name in listed.split()}
     wanted = {name for listed in re.findall(r"\bmake (.*)", ci_run) for name in listed.split()} & targets
-    assert made == wanted - {"xla-env", "test-xla", "matrix-small"}  # an environment of 2 GB
+    assert made == wanted - {"xla-env", "test-xla", "matrix-small"}  # these need an environment of 2 GB
     actions = re.findall(r"uses: (.*)", workflow)
     assert [action for action in actions if not re.search(r"@v\d+\.\d+\.\d+$", action)] == []
 

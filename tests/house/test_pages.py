@@ -31,11 +31,11 @@ def test_every_public_name_is_on_the_api_page():
     assert set(PUBLIC) - named == set()
 
 
-# ---- names of ours in backticks: `sync.flush()`, `GradSync(group=)` ----
+# ---- names of pyengine in backticks: `sync.flush()`, `GradSync(group=)` ----
 
 
 def _objects() -> dict[str, Any]:
-    """Return what the pages call by these names; instances, since they have more attributes than classes."""
+    """Return the objects that pages refer to by these names; instances have more attributes than classes."""
     model = torch.nn.Linear(2, 1)
     sync = pe.GradSync(model, accumulate=2)
     return {
@@ -58,7 +58,7 @@ OBJECTS = _objects()
 
 
 def _used(span: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Return (dotted name, keywords) of what a span uses of ours; a keyword may lack its value: `f(x=)`."""
+    """Yield (dotted name, keywords) of each pyengine name in a span; `f(x=)` without a value is allowed."""
     if "/" in span:
         return
     try:
@@ -76,13 +76,13 @@ USED = {(name_of(page), *used) for page in PAGES for span in spans(page) for use
 
 
 def _problem(name: str, keywords: tuple[str, ...]) -> str:
-    """Return what is missing; "" where the name exists and has the arguments."""
+    """Return what is missing; "" if the name exists and has the arguments."""
     owner, *names = name.split(".")
     found = OBJECTS[owner]
     for part in names:
         if part not in {*dir(found), *getattr(found, "__dict__", {}), *getattr(found, "__annotations__", {})}:
             return f"{name}: there is no {part}"
-        # Some properties of an engine raise outside a window: that they exist is enough.
+        # Some properties of an engine raise outside a window: only check that they exist.
         found = inspect.getattr_static(found, part) if owner == "sync" else getattr(found, part, None)
     unknown = set(keywords) - set(inspect.signature(found).parameters) if keywords else set()
     return f"{name} has no {unknown}" if unknown else ""
@@ -118,7 +118,7 @@ def test_files_on_the_pages_exist_and_have_the_names():
 
 
 def _text(node: ast.Constant | ast.JoinedStr) -> str:
-    """Return a string of the sources with … for what is filled in."""
+    """Return a string of the source code, with … for each value that is filled in."""
     parts = node.values if isinstance(node, ast.JoinedStr) else [node]
     return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
 

@@ -1,4 +1,4 @@
-"""tests/pairs.py keeps every pair of values, of two arguments every value."""
+"""tests/pairs.py keeps every pair of values; with two arguments, every value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every op has one stem in all file names."""
+"""Every op has the same stem in all file names."""
 
 from pages import ROOT
 

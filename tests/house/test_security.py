@@ -1,4 +1,4 @@
-"""Claims of SECURITY.md; ruff (S) finds pickles, shells, `exec` and temporary files in the sources."""
+"""Claims of SECURITY.md; ruff's S rules find pickles, shells, `exec` and temporary files in the sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_file_is_loaded_with_weights_only():
 
 
 def _inherited(cls: type) -> Iterator[str]:
-    """Return the sources of the methods that a class has from other packages."""
+    """Yield the source of each method that a class inherits from another package."""
     for base in cls.__mro__:
         if base.__module__.split(".")[0] not in ("pyengine", "builtins"):
             for name, method in vars(base).items():

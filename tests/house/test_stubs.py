@@ -1,4 +1,4 @@
-"""The stub of the extension matches what csrc/python*.cpp bind; mypy (`make check`) relies on the stub."""
+"""The extension's stub matches the bindings in csrc/python*.cpp; mypy (`make check`) relies on the stub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUDA_ONLY = ("CudaPlan", "INLINE_SLOTS", "MOST_INLINE_SLOTS", "load_kernels", "u
 
 
 def _of_stub(body: list[ast.stmt]) -> dict[str, Any]:
-    """Return every name: a class's own names, a function's number of arguments, None for anything else."""
+    """Return every name with a class's names, a function's number of arguments, or None for anything else."""
     found: dict[str, Any] = {}
     for node in body:
         if isinstance(node, ast.AnnAssign):
@@ -28,7 +28,7 @@ def _of_stub(body: list[ast.stmt]) -> dict[str, Any]:
 
 
 def _of_extension(owner: object) -> dict[str, Any]:
-    """Return the same of the extension: pybind11 writes signatures into docstrings."""
+    """Return the same for the extension, whose signatures pybind11 writes into docstrings."""
     found: dict[str, Any] = {}
     for name, value in vars(owner).items():
         if isinstance(value, type):
@@ -43,7 +43,7 @@ def _of_extension(owner: object) -> dict[str, Any]:
 def test_the_stub_has_the_names_and_arguments_of_the_extension():
     core = native.core()
     stub = _of_stub(ast.parse((PACKAGE / "ops" / "_core.pyi").read_text()).body)
-    if core.has_cuda:  # a stream precedes the arguments of the CPU
+    if core.has_cuda:  # CUDA ops take a stream before the arguments of the CPU ops
         ops = {name: num + 1 for name, num in stub["BucketPlan"].items() if re.fullmatch(r"[a-z]\w+_", name)}
         del stub["CudaPlan"]["__getattr__"]
         stub["CudaPlan"] |= ops

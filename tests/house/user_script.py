@@ -1,6 +1,6 @@
 """A user's script, as a type checker sees it: mypy reads it in `make check`, pyright in test_typing.py.
 
-`type: ignore` stands where a wrong argument has to be found; both report one that ignores nothing.
+Each `type: ignore` marks a wrong argument that must be found; both checkers report one that ignores nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""PYENGINE_ISA=generic, avx2 or avx512: the whole suite on one instruction set, also in the processes that
-tests start.
+"""PYENGINE_ISA=generic, avx2 or avx512 runs all tests, and their child processes, on one instruction set.
 
-Read here and nowhere else. The core is told as it is imported, by whatever process does so, however it was
-started.
+Only this module reads the variable. Every process forces the instruction set when it imports the core,
+however the process was started.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _CORE = "pyengine.ops._core"
 
 
 def available(core: ModuleType) -> list[str]:
-    """Return the instruction sets of this build and machine, and leave the one in force."""
+    """Return the instruction sets of this build and machine; keep the current one."""
     before = core.isa()
     names = [name for name in LEVELS if core.set_isa(name)]
     core.set_isa(before)
@@ -29,12 +28,12 @@ def available(core: ModuleType) -> list[str]:
 
 
 def wanted() -> str | None:
-    """Return what PYENGINE_ISA names; None leaves the choice to the core."""
+    """Return the instruction set that PYENGINE_ISA names; None leaves the choice to the core."""
     return os.environ.get("PYENGINE_ISA") or None
 
 
 def everywhere() -> str | None:
-    """Force what is wanted in this process and in those that it starts; say why that cannot be."""
+    """Force the wanted instruction set here and in child processes; return the problem if there is one."""
     level = wanted()
     if level is None:
         return None
@@ -54,13 +53,13 @@ def everywhere() -> str | None:
 
 
 def in_this_process() -> None:
-    """Let the core of this process, which has just started, begin with what is wanted."""
+    """Force the wanted instruction set when this new process imports the core."""
     if wanted() is not None:
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds the core where it is, and lets its import end with the choice of the instruction set."""
+    """Finds the core as usual, and forces the instruction set at the end of its import."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> ModuleSpec | None:
         del path, target
@@ -75,7 +74,7 @@ class _Finder(MetaPathFinder):
                 execute(module)
                 assert module.set_isa(wanted()), (
                     f"PYENGINE_ISA={wanted()}"
-                )  # it was there when the tests began
+                )  # it was available when the tests began
 
             spec.loader.exec_module = execute_and_force  # type: ignore[method-assign]
         return spec

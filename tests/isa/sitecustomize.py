@@ -1,6 +1,4 @@
-"""Python runs this as it starts, where tests/conftest.py has put this folder on PYTHONPATH:
-in every process of a test.
-"""
+"""Python runs this file when it starts, in every process of a test: tests put this folder on PYTHONPATH."""
 
 import forced_isa
 

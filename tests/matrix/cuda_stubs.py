@@ -1,7 +1,7 @@
 """Let a CUDA build of torch load without CUDA's libraries: python cuda_stubs.py SITE_PACKAGES/torch/lib
 
-Every CUDA library that torch's own name is replaced by an empty one. One more, which they all name, has the
-functions; each says that there is no device. Only for tests on a host without accelerators.
+Every CUDA library that torch's libraries need is replaced by an empty one. All empty libraries need one more
+library, whose functions report that there is no device. Only for tests on a host without accelerators.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ NO_DEVICE = 100  # cudaErrorNoDevice
 
 
 def needed(library: Path) -> list[str]:
-    """Return the names of the libraries that a library names."""
+    """Return the names of the libraries that a library needs."""
     return re.findall(r"NEEDED.*\[(.*?)\]", _run("readelf", "-dW", str(library)))
 
 
 def symbols(library: Path) -> tuple[set[str], set[str]]:
-    """Return the functions that a library asks for, and those that it defines."""
+    """Return the functions that a library needs from other libraries, and those that it defines."""
     asked, defined = set(), set()
     for line in _run("readelf", "--dyn-syms", "-W", str(library)).splitlines():
         fields = line.split()
@@ -42,7 +42,7 @@ def symbols(library: Path) -> tuple[set[str], set[str]]:
 
 
 def stub(name: str) -> str:
-    """Return a function in C that says that there is no device, in the words of its kind."""
+    """Return the C source of a function that reports that there is no device, as its API would."""
     if re.search(r"(GetErrorString|GetErrorName|StatusString|StatusName)$", name):
         return f'const char *{name}(void) {{ return "no device: a stub"; }}'
     if name.startswith(("__cudaRegister", "__cudaInit")):
@@ -53,15 +53,15 @@ def stub(name: str) -> str:
 
 
 def main(folder: Path) -> None:
-    """Write the stubs beside torch's libraries, where its search path finds them."""
+    """Write the stubs into the folder of torch's libraries, where the search path finds them."""
     libraries = [path for path in folder.glob("*.so*") if path.is_file()]
     own = {path.name for path in libraries}
     missing = {name for path in libraries for name in needed(path)} - own - {"libcuda.so.1"}
     missing = sorted(filter(LIBRARY.match, missing))
     asked, defined = (set().union(*sets) for sets in zip(*map(symbols, libraries), strict=True))
     functions = sorted(asked - defined)
-    # The functions lie in a library of their own name: ld.so refuses an unversioned definition in a file that
-    # somebody names with a version.
+    # The functions are in a library with its own name: ld.so refuses an unversioned definition in a file for
+    # which another library requires a version.
     _compile(folder / STUB, "\n".join(map(stub, functions)))
     for name in missing:
         _compile(folder / name, "", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", str(folder / STUB))

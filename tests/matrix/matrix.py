@@ -1,9 +1,9 @@
-"""Run a choice of the tests against the wheel, on several releases of Python and torch: `make matrix`.
+"""Run some of the tests against the wheel, with several releases of Python and torch: `make matrix`.
 
     python tests/matrix/matrix.py [--pairs 3.10:2.9.0,3.12:2.11.0] [--keep] TEST...
 
-Every pair builds a wheel with its Python and gets an environment of its own under build/matrix, 2 GB, that is
-removed afterwards. A Python that is not on this machine is left out, and said to be. The exit code is 1 if a
+Every pair builds a wheel with its Python and has its own environment of 2 GB under build/matrix, which is
+removed afterwards. A Python that is not on this machine is left out and reported. The exit code is 1 if a
 pair fails.
 """
 
@@ -23,9 +23,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "matrix"
-# Every Python that pyproject.toml names, and of torch the oldest, one between, the pinned one and the newest.
+# Every Python that pyproject.toml names; the oldest, the pinned and the newest torch, and one in between.
 PAIRS = "3.10:2.9.0,3.11:2.13.0,3.12:2.11.0,3.13:2.15.0,3.14:2.15.0"
-# What only a CUDA device needs of torch's requirements.
+# Requirements of torch that only CUDA devices need.
 _FOR_CUDA = re.compile(r"(nvidia|cuda|triton)\b")
 _TESTED = ["pytest", "hypothesis", "numpy", "rich", "scikit-learn"]
 _LIMIT_S = 1800
@@ -44,7 +44,7 @@ class Pair:
         return f"python{self.python}-torch{self.torch}"
 
     def interpreter(self) -> str | None:
-        """Look for the interpreter on PATH, where pyenv's may be for show, and then among pyenv's."""
+        """Return a working interpreter from PATH, where pyenv's shim may not work, or from pyenv itself."""
         named = f"python{self.python}"
         pyenv = sorted(Path.home().glob(f".pyenv/versions/{self.python}.*/bin/{named}"))
         for path in filter(None, [shutil.which(named), *map(str, pyenv)]):
@@ -61,20 +61,20 @@ def parse(text: str) -> list[Pair]:
 
 
 def needed_beside(requirements: Iterable[str]) -> list[str]:
-    """Return what of torch's requirements a host without accelerators needs."""
+    """Return the requirements of torch that a host without accelerators needs."""
     plain = (requirement for requirement in requirements if "extra ==" not in requirement)
     return [requirement for requirement in plain if not _FOR_CUDA.match(requirement)]
 
 
 def pins() -> list[str]:
-    """Return what the tests are run with: our pins but for torch and what it has a say in."""
+    """Return our pinned requirements for the tests, except torch and setuptools, which torch constrains."""
     files = [ROOT / name for name in ("requirements-run.txt", "requirements-dev.txt")]
     lines = [line for file in files for line in file.read_text().splitlines()]
     return [line for line in lines if not line.startswith(("-r", "torch==", "setuptools=="))]
 
 
 def run(pair: Pair, python: str, tests: list[str]) -> str:
-    """Build, install and test on one pair; return what pytest, or the step that failed, said last."""
+    """Build, install and test one pair; return the last line of pytest, or of the step that failed."""
     folder, log = FOLDER / pair.name, FOLDER / f"{pair.name}.log"
     own = str(folder / "bin" / "python")
     with log.open("w") as out:
@@ -82,7 +82,7 @@ def run(pair: Pair, python: str, tests: list[str]) -> str:
         def step(*command: str, cwd: Path = ROOT) -> None:
             out.write(f"$ {' '.join(command)}\n")
             out.flush()
-            # The CUDA kernels are the same in every pair, and nothing of the checkout is to be in reach.
+            # The CUDA kernels are the same for every pair, and tests must not import from the checkout.
             environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
             environ["PYENGINE_CUDA"] = "0"
             subprocess.run(
@@ -113,7 +113,7 @@ def run(pair: Pair, python: str, tests: list[str]) -> str:
 
 
 def last_line(log: Path) -> str:
-    """Return what a log ends with."""
+    """Return the last line of a log."""
     lines = [line for line in log.read_text().splitlines() if line.strip()]
     return lines[-1].strip("= ") if lines else "nothing"
 

@@ -1,4 +1,4 @@
-"""Values for codecs, and a comparison of all that a codec's methods write with plain PyTorch."""
+"""Values for codecs, and a comparison of everything that a codec writes with plain PyTorch."""
 
 from functools import partial
 
@@ -26,7 +26,7 @@ def check_equals_plain_pytorch(codec, numel, seed, device, monkeypatch, shift=0)
 
 
 def _results(codec, numel, shift, seed, device):
-    """Return all that the codec's methods write; addresses of float32 are moved by `shift` elements."""
+    """Return everything that the codec writes; float32 tensors begin `shift` elements later."""
     values = draw(numel + shift, binades=140)
     if numel > 30:
         values[-10:] = _SPECIAL
@@ -50,5 +50,5 @@ def _results(codec, numel, shift, seed, device):
 
 
 def _margin(numel, dtype=torch.float32):
-    """Memory with three elements more, which nobody may touch."""
+    """Return memory with three extra elements, which the codec must not write."""
     return torch.full((numel + 3,), 7, dtype=dtype)

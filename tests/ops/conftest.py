@@ -14,8 +14,8 @@ from pyengine.ops.plan import BucketPlan
 
 
 def levels() -> list[str]:
-    """Every instruction set of this build and machine, or the one that is forced;
-    ["reference"] without the core.
+    """Return every instruction set of this build and machine, or only the forced one; without the core,
+    ["reference"].
     """
     core = native.core()
     if core is None:
@@ -49,7 +49,7 @@ def one():
 
 @pytest.hookimpl(tryfirst=True)  # before marks choose
 def pytest_collection_modifyitems(items):
-    """Mark what runs on the emulator as slow: compiling the kernels for it takes a minute of two cores."""
+    """Mark tests on the emulator as slow: compiling the kernels for it takes two cores one minute."""
     for item in items:
         params = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if "kernels" in item.fixturenames or any(
@@ -65,7 +65,7 @@ def scale():
 
 @pytest.fixture(scope="session")
 def kernels(tmp_path_factory):
-    """The CUDA kernels, built for the emulator: once for all of pytest-xdist's workers."""
+    """Return the CUDA kernels, which are built for the emulator once for all workers of pytest-xdist."""
     root = tmp_path_factory.getbasetemp()
     folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "emulated"
     folder.mkdir(exist_ok=True)
@@ -76,7 +76,7 @@ def kernels(tmp_path_factory):
 
 @pytest.fixture(params=[REVERSED, SHUFFLED])
 def disordered(kernels, request):
-    """The emulated kernels, with another order of blocks and of threads between two barriers."""
+    """Return the emulated kernels with a different order of blocks, and of threads between two barriers."""
     kernels.set_order(request.param)
     yield kernels
     kernels.set_order(FORWARD)
@@ -103,7 +103,7 @@ def emulated(kernels):
 
 @pytest.fixture(params=[*levels(), "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def anywhere(request):
-    """The CPU ops on one instruction set, the emulated kernels, or a GPU."""
+    """Return the device of the CPU ops on one instruction set, of the emulated kernels, or of a GPU."""
     if request.param in ("emulated", "cuda"):
         return (yield request.getfixturevalue("gpu" if request.param == "cuda" else "emulated"))
     core = native.core()

@@ -13,11 +13,11 @@ from pyengine.ops.plan import BucketPlan
 POISON, MARGIN = 0xAB, 64
 
 
-# ---- places ----
+# ---- where ops run ----
 
 
 class Host:
-    """The CPU op, on threads and the instruction set as they are."""
+    """The CPU ops, with the current number of threads and instruction set."""
 
     plan = BucketPlan
 
@@ -26,7 +26,7 @@ class Host:
 
 
 class Reference(Host):
-    """Plain PyTorch, which defines what is right."""
+    """Plain PyTorch, which defines the right results."""
 
     def plan(self, offsets, numels):
         plan = BucketPlan(offsets, numels)
@@ -35,9 +35,7 @@ class Reference(Host):
 
 
 class Device:
-    """Memory with poisoned margins on "cuda" or, for the emulator, on "cpu",
-    and plans that run the kernels on it.
-    """
+    """Memory with poisoned margins on "cuda" ("cpu" for the emulator), and plans that run the kernels."""
 
     def __init__(self, name, plan):
         self.name, self.plan, self._placed = name, plan, []
@@ -47,7 +45,7 @@ class Device:
         return cls("cpu", lambda offsets, numels: EmulatedPlan(kernels, offsets, numels))
 
     def place(self, tensor, shift=0):
-        """Copy a tensor to where it begins `shift` elements beyond a multiple of 64 bytes."""
+        """Copy a tensor to memory that begins `shift` elements after a multiple of 64 bytes."""
         begin = MARGIN + shift * tensor.element_size()
         end = begin + tensor.numel() * tensor.element_size()
         memory = torch.full((end + MARGIN,), POISON, dtype=torch.uint8, device=self.name)
@@ -60,7 +58,7 @@ class Device:
 
 
 class Walled(Device):
-    """Tensors that begin or end at a page that nobody may touch; a touch fails an emulated launch."""
+    """Tensors that begin or end at a protected page; an emulated launch that accesses the page fails."""
 
     def __init__(self, kernels, at_end):
         super().__init__("cpu", lambda offsets, numels: EmulatedPlan(kernels, offsets, numels))
@@ -86,24 +84,24 @@ def place_all(device, tensors, shift=0):
 
 
 def aligned_plan(numels):
-    """Slots that all begin at a multiple of 64 elements, so that vectors fit."""
+    """Return a plan whose slots begin at multiples of 64 elements, so that vector accesses are aligned."""
     return BucketPlan(itertools.accumulate((-(-n // 64) * 64 for n in numels[:-1]), initial=0), numels)
 
 
 SIZES = [*NUMELS, 7, 8, 9, 255, 256, 257, 8192]
 PLANS = {"odd offsets": make_plan(SIZES), "aligned offsets": aligned_plan(SIZES)}
-# A list that travels in the larger size of a kernel's parameters, and one that takes two uploads.
+# A list that needs the larger size of a kernel's parameters, and a list that needs two uploads.
 MANY = {
     "300 slots": make_plan([i % 41 for i in range(300)]),
     "5000 slots": make_plan([i % 3 for i in range(5000)]),
 }
 
 
-# ---- ops: what they write on a device, from the same values everywhere ----
+# ---- ops: what they write on a device, from the same values on every device ----
 
 
 def assert_same(got, want):
-    """Compare what the kernels and the CPU op left in each tensor or list of tensors."""
+    """Compare what the kernels and the CPU op have written to each tensor or list of tensors."""
     for a, b in zip(got, want, strict=True):
         assert_same_bits([t if t is None else t.cpu() for t in a] if isinstance(a, list) else a.cpu(), b)
 
@@ -155,13 +153,13 @@ def unscale_norm(device, layout, dtype, out_dtype, shifts, scale):
     out = tensors if out_dtype == "in place" else None
     if isinstance(out_dtype, torch.dtype):
         out = place_all(device, make_tensors(layout, out_dtype), shifts[1])
-        out[-1] = None  # read only in this slot
+        out[-1] = None  # this slot is only read
     plan.unscale_norm(tensors, out, device.place(scale), sumsq=sumsq, nonfinite=seen)
     return sumsq, seen, tensors, out or []
 
 
 class EveryOp:
-    """Each op at least once on memory of its own; running it again gives the same results."""
+    """Runs each op at least once on its own memory; a second run gives the same results."""
 
     def __init__(self, device, layout, dtype=torch.bfloat16, plan=None):
         self.plan = plan or device.plan(layout.offsets, layout.numels)
@@ -195,7 +193,7 @@ class EveryOp:
         return self.acc, self.wire, self.back, self.flat, self.sumsq, self.seen
 
     def restore(self):
-        """Put everything that was written back to what it was before."""
+        """Restore everything that was written to its values before the first run."""
         for tensor, before in zip(self._written, self._before, strict=True):
             tensor.copy_(before)
 

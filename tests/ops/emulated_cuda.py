@@ -21,12 +21,12 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 # -O1: half the compile time of -O2, and the tests run hardly longer. contract=off as in CMakeLists.txt.
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w", f"-I{EMULATOR}"]
 
-# How blocks, and the threads of a block between two barriers, follow each other.
+# The order of blocks, and of the threads of a block between two barriers.
 FORWARD, REVERSED, SHUFFLED = ORDERS = range(3)
 
 
 def build(library: Path, sources: list[Path], flags: tuple[str, ...] = ()) -> Path:
-    """Compile and link a shared library; skip the test where that is impossible."""
+    """Compile and link a shared library; skip the test if that is impossible."""
     compiler = shutil.which("c++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("the CUDA emulator needs Linux and a C++ compiler (c++)")
@@ -110,8 +110,8 @@ class EmulatedPlan:
 
     @contextlib.contextmanager
     def _table(self, tensors, most=None):
-        """Give the addresses of a list, in "device" memory where there are more than `most`;
-        None: than travel in a kernel's parameters.
+        """Yield the addresses of a list, in "device" memory if there are more than `most`, or more than fit
+        in a kernel's parameters.
         """
         if tensors is None:
             yield None

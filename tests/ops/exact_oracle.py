@@ -11,7 +11,7 @@ from pyengine.ops.plan import BucketPlan
 
 BLOCK = 64
 TERMS = [1, 2, 3, 8, 12, 64, 256, 4096]
-# Two slots with a gap of a block between them: a last block of 2 elements, and one of 62.
+# Two slots with a gap of one block. The last block of the first slot has 2 elements, that of the second 62.
 OFFSETS, NUMELS, NUMEL = (0, 256), (130, 62), 320
 
 Limbs = tuple[list[int], list[int], list[int]]  # hi, lo, bins
@@ -46,7 +46,7 @@ def slices(value: float, bin: int, width: int) -> tuple[int, int]:
 
 
 def sum_of_block(terms: Sequence[Sequence[float]], width: int) -> Limbs:
-    """Sum the terms of one block: a function of their multiset."""
+    """Sum the terms of one block; their order does not matter."""
     bin = max((bin_of(term, width) for term in terms), default=0)
     size = len(terms[0]) if terms else 0
     if bin in (0, 255):
@@ -56,7 +56,7 @@ def sum_of_block(terms: Sequence[Sequence[float]], width: int) -> Limbs:
 
 
 def sum_of(terms: Sequence[torch.Tensor], width: int) -> Limbs:
-    """Sum whole flat tensors, a multiple of 64 elements each."""
+    """Sum whole flat tensors, whose size is a multiple of 64."""
     result = [], [], []
     for begin in range(0, terms[0].numel(), BLOCK):
         block = sum_of_block([term[begin : begin + BLOCK].tolist() for term in terms], width)
@@ -69,7 +69,7 @@ FORMATS = {torch.float32: (24, -149, 128), torch.bfloat16: (8, -133, 128), torch
 
 
 def rounded(value: Fraction, dtype: torch.dtype) -> float:
-    """Return the nearest value of a dtype, ties to even; a zero keeps the sign of what it was."""
+    """Return the nearest value of a dtype, ties to even; a value that is rounded to zero keeps its sign."""
     precision, lowest, limit = FORMATS[dtype]
     if value == 0:
         return 0.0
@@ -84,7 +84,7 @@ def rounded(value: Fraction, dtype: torch.dtype) -> float:
 
 
 def make_aligned_plan(numels: list[int]) -> tuple[BucketPlan, int]:
-    """Lay slots out at multiples of 64 with a block between them; return the flat buffer's numel too."""
+    """Return a plan with slots at multiples of 64 and a block between them, and the flat buffer's numel."""
     offsets, end = [], BLOCK
     for numel in numels:
         offsets.append(end)
@@ -98,14 +98,14 @@ def make_sum(terms: int, *, plan: BucketPlan | None = None, numel: int = NUMEL) 
 
 
 def make_reference(terms: int, **where) -> ExactSum:
-    """Make a sum that runs in plain PyTorch."""
+    """Return a sum that runs in plain PyTorch."""
     total = make_sum(terms, **where)
     total._runner = None
     return total
 
 
 def parts(flat: torch.Tensor) -> list[torch.Tensor]:
-    """Cut a flat term into the slots' tensors, each with memory of its own."""
+    """Return copies of the slots of a flat term."""
     return [flat[offset : offset + numel].clone() for offset, numel in zip(OFFSETS, NUMELS, strict=True)]
 
 
@@ -118,7 +118,7 @@ def deposit_all(total: ExactSum, terms: Sequence[list[torch.Tensor | None]]) -> 
 
 
 def merge(sums: Sequence[ExactSum]) -> ExactSum:
-    """Do what ranks do: the largest bins, aligned limbs, integer sums."""
+    """Merge sums as ranks do: take the largest bins, align the limbs, and add the integers."""
     bins = torch.stack([each.bins for each in sums]).amax(0)
     for each in sums:
         each.align_(bins)
@@ -128,7 +128,7 @@ def merge(sums: Sequence[ExactSum]) -> ExactSum:
 
 
 def merge_in_turn(sums: Sequence[ExactSum]) -> ExactSum:
-    """Do what a rank does that goes on from others' states."""
+    """Merge sums as a rank does that resumes from the states of other ranks."""
     for other in sums[1:]:
         sums[0].merge_(other)
     return sums[0]
@@ -142,7 +142,7 @@ def limbs(total: ExactSum) -> Limbs:
 
 
 def _flat(values: torch.Tensor) -> torch.Tensor:
-    """Put zeros where no slot is."""
+    """Return the values with zeros outside the slots."""
     flat = torch.zeros(NUMEL)
     for offset, numel in zip(OFFSETS, NUMELS, strict=True):
         flat[offset : offset + numel] = values[offset : offset + numel]
@@ -169,13 +169,13 @@ def _spikes(random, width):
 
 
 def _at_the_bound(random, width):
-    """The largest magnitude that a bin holds: its limbs are as full as they get."""
+    """Return the largest magnitude of a bin, which gives the largest possible limbs."""
     limit = torch.tensor(2.0 ** (3 * width - 126))
     return torch.nextafter(limit, torch.tensor(0.0)).repeat(NUMEL)
 
 
 def _ties(random, width):
-    """An odd number of half units of lo, or of hi."""
+    """Return odd multiples of half a unit of lo, or of hi."""
     half = 2.0 ** (2 * width - 126) * (2 * torch.randint(-2000, 2000, (NUMEL,), generator=random) + 1)
     return torch.where(torch.rand(NUMEL, generator=random) < 0.5, half, half * 2.0**-width)
 
@@ -207,9 +207,9 @@ DISTRIBUTIONS = {
 
 
 def make_terms(name: str, terms: int, num: int, seed: int = 0) -> list[torch.Tensor]:
-    """Make `num` flat terms for a sum that takes up to `terms`.
+    """Return `num` flat terms for a sum of at most `terms` terms.
 
-    Of "cancellation" the second half all but cancels the first.
+    In "cancellation", the second half nearly cancels the first.
     """
     random = torch.Generator().manual_seed(seed)
     if name == "cancellation":

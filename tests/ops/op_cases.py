@@ -7,21 +7,21 @@ import torch
 from pyengine.ops.plan import BucketPlan
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Empty slots first, between and last; one element; around 16 lanes; around a block of 8192 and a chunk of
-# two; several chunks.
+# Empty slots at the beginning, in the middle and at the end; one element; sizes around 16 lanes, around a
+# block of 8192 elements and a chunk of two blocks; several chunks.
 NUMELS = [0, 1, 15, 16, 17, 0, 99, 8191, 8193, 16383, 16384, 16385, 40001, 0]
-# 0 and 1 elements more than any vector alignment.
+# Numbers of elements by which tensors are moved from an aligned address.
 SHIFTS = [0, 1]
 ABSENT = 6  # the slot that has no tensor in the tests with None
 
 INF, NAN = float("inf"), float("nan")
-# With a scale of 1: every class of value, -0, denormals of each dtype, the largest of each, ties of each
+# For a scale of 1: every class of value, -0, denormals and the largest value of each dtype, ties of each
 # cast.
 SPECIAL = [0.0, -0.0, INF, -INF, NAN, 1e-45, -1e-40, 6e-8, -3e-8, 65504.0, 65519.9, 65520.0, 3.4028235e38,
            3.3895314e38, 1.00390625, 1.01171875, 1.00048828125, 1.00146484375, 2.98e-8,
            8.9407e-8]  # fmt: skip
-# Wire dtype, a value in acc, wire_scale, and whether (value + 1) * wire_scale overflows: in fp16 from 65520
-# on.
+# Wire dtype, a value in acc, wire_scale, and whether (value + 1) * wire_scale overflows; fp16 overflows from
+# 65520 on.
 OVERFLOWS = [
     (torch.float32, 65519.0, 1.0, 0),
     (torch.bfloat16, 65519.0, 1.0, 0),
@@ -52,7 +52,7 @@ def make_tensors(plan: BucketPlan, dtype: torch.dtype, shift: int = 0) -> list[t
 
 
 def random_values(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Values over many binades, so that roundings, denormal halves and cancellation all happen."""
+    """Return values over many binades, so that rounding, fp16 denormals and cancellation all occur."""
     return _random_values(numel, seed).to(dtype, copy=True)
 
 
@@ -77,7 +77,7 @@ def sums(plan: BucketPlan) -> torch.Tensor:
 
 
 def assert_same_bits(got, want) -> None:
-    """Equal bit for bit, -0 apart from 0; NaN only has to be NaN. Lists are compared entry by entry."""
+    """Check that bits are equal: -0 differs from 0, any NaN equals NaN. Lists are compared by entry."""
     if isinstance(got, list):
         assert [t is None for t in got] == [t is None for t in want]
         got, want = ([t for t in tensors if t is not None] for tensors in (got, want))

@@ -11,7 +11,8 @@ from pyengine.ops.codec import Codec
 SCALED = {"int8": 127.0, "e4m3": 448.0, "e5m2": 57344.0}
 CODECS = [Codec("int8", 32), Codec("e4m3", 256), Codec("e5m2", 64), Codec("bf16"), Codec("fp16")]
 SIZES = [0, 1, 33, 1000]
-# Largest error by format: of max(abs(x), s * least) times this, rounded to nearest; int8 of s alone.
+# (least, relative) by format: the largest error of rounding to nearest, with a scale s, is
+# max(abs(x), s * least) * relative. The error of int8 depends only on s.
 RELATIVE = {
     "e4m3": (2.0**-6, 2.0**-4 + 2.0**-21),
     "e5m2": (2.0**-14, 2.0**-3 + 2.0**-21),
@@ -37,7 +38,7 @@ def _decoded(codec, payload, numel):
 
 
 def _scales(codec, payload, numel):
-    """Return each element's scale, float64; 1 where codes have none."""
+    """Return each element's scale in float64; 1 if the format has no scales."""
     if codec.block == 1:
         return torch.ones(numel, dtype=torch.float64)
     scales = payload[: 4 * -(-numel // codec.block)].clone().view(torch.float32)
@@ -71,8 +72,8 @@ def test_the_largest_of_a_block_stays_itself(name, binades):
     largest = values.view(-1, 64).abs().amax(1)
     for seed in (None, 3):
         got = _decoded(codec, _encoded(codec, values, seed=seed), 640).view(-1, 64).abs().amax(1)
-        # Quotient, reciprocal, and two products are rounded by 2^-24 each. A block whose scale is at its
-        # least has its largest between two codes.
+        # The quotient, the reciprocal and two products are each rounded by 2^-24. In a block with the
+        # smallest possible scale, the largest value is between two codes.
         if binades >= 0:
             torch.testing.assert_close(got, largest, rtol=2.0**-22, atol=0)
         assert got.isfinite().all()
@@ -84,7 +85,7 @@ def test_the_largest_float_does_not_overflow(codec):
     values[::2] *= -1
     for seed in (None, *range(8)):
         got = _decoded(codec, _encoded(codec, values, seed=seed), 64)
-        is_a_cast = codec.block == 1  # makes an infinity of it, as torch's
+        is_a_cast = codec.block == 1  # gives infinity, as in torch
         assert torch.equal(got.isinf(), torch.full((64,), is_a_cast))
         assert torch.equal(got.sign(), values.sign())
 
@@ -107,7 +108,7 @@ def test_zeros_and_denormals(codec):
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_what_is_not_finite_crosses_at_its_own_element(codec, position, value, seed):
     values = draw(97).clamp(-60_000, 60_000)
-    values[values.abs() == values.abs().max()] = 1.0  # so that no block's largest goes
+    values[values.abs() == values.abs().max()] = 1.0  # so that `position` does not hold the largest value
     expected = _decoded(
         codec, _encoded(codec, values.index_fill(0, torch.tensor([position]), 0.0), seed=seed), 97
     )
@@ -134,7 +135,7 @@ def test_codes_are_those_of_torch_s_casts(name, dtype):
     values = draw(32_000, binades=30)
     if name in SCALED:
         values = values.clamp(-SCALED[name], SCALED[name])
-        values[::32] = SCALED[name]  # scales are 1 then
+        values[::32] = SCALED[name]  # so that scales are 1
     else:
         values[:4] = torch.tensor([65_504.0, 65_519.0, 65_520.0, -1e6])
     codes = _encoded(codec, values)[4 * 1000 * (name in SCALED) :]
@@ -192,7 +193,7 @@ def test_the_residual_is_what_was_lost(codec, numel, seed):
 def test_a_sum_is_that_of_the_decoded_in_their_order(codec, numel, world, seed):
     parts = [draw(numel, seed=rank) for rank in range(world)]
     rows = torch.full((world, codec.num_bytes(numel) + 8), 0xAA, dtype=torch.uint8)
-    payloads = rows[:, :-8]  # whose row stride is larger than their length
+    payloads = rows[:, :-8]  # the row stride is larger than the row
     for payload, part in zip(payloads, parts, strict=True):
         payload.copy_(_encoded(codec, part))
     wanted = _decoded(codec, payloads[0], numel)
@@ -231,8 +232,9 @@ def test_parts_of_a_bucket_have_the_bits_of_the_whole(codec, seed):
 
 @pytest.mark.parametrize("codec", CODECS, ids=_name)
 def test_stochastic_rounding_is_right_on_average(codec):
-    """A trial's variance is at most step^2 / 4, so a mean of N is further than 5 step / sqrt(4 N) from x once
-    in two million; over these elements once in ten thousand, and the seeds are fixed.
+    """A trial's variance is at most step^2 / 4, so a mean of N trials differs from x by more than
+    5 step / sqrt(4 N) once in two million cases, or for one of these elements once in ten thousand runs. The
+    seeds are fixed.
     """
     numel, trials = 192, 400
     values = draw(numel, binades=3)

@@ -1,6 +1,4 @@
-"""The codec's CUDA kernels: equal bit for bit to plain PyTorch, on the emulator and, where there is one,
-on a GPU.
-"""
+"""The codec's CUDA kernels equal plain PyTorch bit for bit, on the emulator and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -13,14 +11,14 @@ from pyengine.ops.codec import Codec
 
 SCALED = ("int8", "e4m3", "e5m2")
 CODECS = [*(Codec(name, 2**power) for name in SCALED for power in range(5, 11)), Codec("bf16"), Codec("fp16")]
-# More than a block and a warp's blocks, at an odd address; more than a CTA's. Then seeds.
+# (codec, numel, shift, seed): more elements than a warp's blocks, at an odd address; more than a CTA's.
 CASES = [(codec, *case) for codec in CODECS for case in [(1025, 1, None), (9001, 0, 3)]]
 CASES += [(codec, numel, 0, 3) for codec in (Codec("int8", 32), Codec("fp16")) for numel in (1, 31)]
 
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """Return where the kernels run; on the CPU they do from here on."""
+    """Return the device of the kernels; on the CPU, the emulator runs them from now on."""
     if request.param == "cuda":
         request.getfixturevalue("gpu")
         return torch.device("cuda", torch.cuda.current_device())
@@ -29,7 +27,7 @@ def device(request, monkeypatch):
 
 
 def _emulate(kernels, monkeypatch):
-    """Let `codec.py` run what it runs on a CUDA device on the CPU."""
+    """Make `codec.py` run the CUDA kernels on CPU tensors, with the emulator."""
 
     def run(function, layout, *arguments):
         codec = kernels.Codec(layout.format.code, layout.block, layout.numel)

@@ -8,7 +8,7 @@ import torch
 from pyengine.audit.checksum import BlockSums, Part
 from pyengine.ops import native
 
-# One block and its ends, several of them, and what the definition reads at once, with a rest.
+# Around one block, several blocks, and more than the definition reads at once, with a rest.
 SIZES = [0, 1, 1023, 1025, 2**18 + 1, 600_003]
 
 

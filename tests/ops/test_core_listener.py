@@ -30,7 +30,7 @@ class _Both:
             act(probe)
 
     def agree(self) -> Tensor:
-        """Compare all that they noted; return the sums."""
+        """Check that both probes have recorded the same; return the sums."""
         first, second = self.probes
         assert first._core is not None
         for of in (Probe.all_sums, lambda probe: probe.sums, lambda probe: probe.last):

@@ -1,5 +1,7 @@
-"""The CUDA kernels, on the emulator and, where there is one, on a GPU: lists of any length, plans that run
-again, and nothing touched beyond a tensor. test_reference.py has every op against plain PyTorch.
+"""The CUDA kernels, on the emulator and on a GPU if there is one.
+
+The tests cover lists of any length, plans that run repeatedly, and accesses beyond a tensor.
+test_reference.py compares every op with plain PyTorch.
 """
 
 import itertools
@@ -29,14 +31,14 @@ from pyengine.ops.plan import BucketPlan
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Thousands of small tensors: waking torch's threads for each costs more than all the rest."""
+    """Use one thread: waking torch's threads for thousands of small tensors costs more than all the rest."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-# Two rounds of the 256 block lanes and a part of the third; only every 128th block is not zero, so that the
+# Two rounds of the 256 block lanes and a part of a third. Only every 128th block is nonzero, so that the
 # order of a few blocks decides the last bit.
 @pytest.mark.parametrize("seed", range(2))
 def test_a_long_sum_is_taken_in_the_order_of_the_cpu(device, seed, scale):
@@ -124,7 +126,7 @@ def test_the_order_of_blocks_and_threads_does_not_matter(disordered, layout):
     assert_same(ops.results, on_host(layout))
 
 
-# ---- memory: on the emulator a touch beyond a tensor fails the launch ----
+# ---- memory: on the emulator, an access beyond a tensor fails the launch ----
 
 
 @pytest.fixture(params=[False, True], ids=["wall before", "wall behind"])

@@ -1,4 +1,4 @@
-"""Compiled CUDA kernels: needs nvcc, but no GPU."""
+"""The compiled CUDA kernels; these tests need nvcc, but no GPU."""
 
 import functools
 import os
@@ -14,15 +14,15 @@ from configured import configure
 from pyengine.ops import native
 
 ROOT = Path(__file__).resolve().parents[2]
-# kernels.cu has none.
+# kernels.cu has no kernels.
 SOURCES = [path for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu")) if path.stem != "kernels"]
 ARCHS = [80, 90, 100]
-# A SM has 65536 registers: at 80 it holds 768 threads, and every kernel loads at least 64 bytes a thread
-# before it uses any. That is 48 KiB on their way, and bandwidth × latency of the devices we know is 30 to 45
-# KiB a SM.
+# An SM has 65536 registers: with 80 per thread it holds 768 threads, each of which loads at least 64 bytes
+# before it uses any. That is 48 KiB in flight; bandwidth × latency of the devices we know is 30 to 45 KiB
+# per SM.
 MAX_REGISTERS = 80
-# The codec's kernels of blocks of 1024 hold 32 values a thread between their two passes, four times as
-# many as those of the usual 256: they take up to 124 registers.
+# The codec's kernels for blocks of 1024 keep 32 values per thread between their two passes, four times as
+# many as the kernels for the usual blocks of 256, and use up to 124 registers.
 LONG_BLOCKS = re.compile(r"codec_\w*kernel.*ELi1024E")
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
@@ -38,7 +38,7 @@ KERNEL = re.compile(
 
 @functools.cache
 def compile_for_all(source: Path, folder: Path) -> tuple[int, str]:
-    """Return nvcc's exit status and what it and ptxas printed: of the build, if that has kept it."""
+    """Return nvcc's exit status and the output of nvcc and ptxas; reuse the output that a build has kept."""
     for kept in (ROOT / "build").glob(f"core-*/**/{source.name}.o.ptxas"):
         if kept.stat().st_mtime > max(path.stat().st_mtime for path in source.parent.iterdir()):
             return 0, kept.read_text()
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 
 
 @needs_nvcc
-@pytest.mark.slow  # minutes, unless PYENGINE_WERROR=1 has let the build keep what ptxas printed
+@pytest.mark.slow  # minutes, unless a build with PYENGINE_WERROR=1 has kept the output
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("source", SOURCES, ids=[path.stem for path in SOURCES])
 def test_kernels_compile_without_warnings_spills_or_many_registers(source, arch, folder):
@@ -88,7 +88,7 @@ def test_an_nvcc_that_does_not_know_so_many_parameters_is_refused_by_name(versio
 
 
 def _configured(folder: Path, **settings: str) -> str:
-    """Return what CMake says of a CUDA compiler that it believes to be there."""
+    """Return CMake's output for a CUDA compiler that it only believes to exist."""
     forced = {"CMAKE_CUDA_COMPILER": "/bin/true", "CMAKE_CUDA_COMPILER_FORCED": "1"}
     forced |= {"CMAKE_CUDA_COMPILER_ID_RUN": "1", "CMAKE_CUDA_COMPILER_ID": "Fake"}
     done = configure(folder, **(forced | settings))

@@ -1,6 +1,4 @@
-"""The Python side of the CUDA kernels, with host memory as the device: loading of kernels, streams, memory
-for long lists.
-"""
+"""The Python side of the CUDA kernels, with host memory as the device: loading, streams, and long lists."""
 
 import contextlib
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ from pyengine.ops.pointers import gather
 
 
 class FakeCuda:
-    """The little of torch.cuda that cuda.py asks for."""
+    """The part of torch.cuda that cuda.py uses."""
 
     def __init__(self):
         self.device_index, self.stream, self.events, self.recorded = 0, 7, [], []
@@ -41,7 +39,7 @@ class FakeCuda:
 
 
 class OnDevice(torch.Tensor):
-    """Host memory that takes itself for a device's."""
+    """Host memory that pretends to be device memory."""
 
     def to(self, device):
         return self
@@ -51,7 +49,7 @@ class OnDevice(torch.Tensor):
 
 
 class Kernels:
-    """The emulated kernels, with a note of where they were loaded and how lists were uploaded."""
+    """The emulated kernels, which record the devices that load them and the streams that upload lists."""
 
     def __init__(self, kernels, fake):
         self._kernels, self._fake = kernels, fake
@@ -136,7 +134,7 @@ def test_plans_of_one_layout_share_their_device_memory(core, monkeypatch):
     assert Plan.made == 3
     del on_first
     cuda.plan_on(_device(0), None, layouts[0])
-    assert Plan.made == 4  # what nobody uses any more has been freed
+    assert Plan.made == 4  # plans that are no longer used have been freed
 
 
 def test_no_op_launches_a_kernel_that_was_not_loaded_before(kernels, emulated):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from emulated_cuda import EMULATOR, FORWARD, ORDERS, REVERSED, SHUFFLED, build
 
-pytestmark = pytest.mark.slow  # it is compiled first
+pytestmark = pytest.mark.slow  # the emulator is compiled first
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""CUDA ops in graphs, on concurrent streams and with large memory: needs a GPU."""
+"""CUDA ops in graphs, on concurrent streams and with large memory; these tests need a GPU."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ on_plans = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @on_plans
 def test_a_graph_of_every_op_replays(gpu, layout):
     ops, graph = EveryOp(gpu, layout), torch.cuda.CUDAGraph()
-    ops.run()  # brings the plan to the device
+    ops.run()  # uploads the plan to the device
     with torch.cuda.graph(graph):
         ops.run()
     for _ in range(3):
@@ -25,8 +25,8 @@ def test_a_graph_of_every_op_replays(gpu, layout):
         assert_same(ops.results, on_host(layout))
 
 
-# In a process of its own, where no other test has launched these kernels: CUDA loads a kernel when it is
-# launched first.
+# This runs in its own process, where no other test has launched these kernels: CUDA loads a kernel at its
+# first launch.
 NEVER_LAUNCHED = """
 import torch
 from pyengine.ops import BucketPlan

@@ -82,7 +82,7 @@ def test_any_terms_in_any_groups_give_the_sums_of_slices(together, terms, limit,
 def test_as_many_terms_as_promised_at_the_bound_stay_within_2_to_the_30(terms, sign):
     width = width_of(terms)
     below = torch.nextafter(torch.tensor(2.0 ** (3 * width - 126)), torch.tensor(0.0)).item()
-    # The fullest hi, and the fullest lo: half a unit of hi.
+    # Values with the largest hi, and with the largest lo (half a unit of hi).
     value = torch.full((BLOCK,), sign * below)
     value[1::2] = sign * 2.0 ** (2 * width - 126)
     plan = BucketPlan([0], [BLOCK])
@@ -261,8 +261,8 @@ def test_shifting_afterwards_is_depositing_in_the_larger_bin(isa, name, distance
 def test_the_result_is_the_exact_integer_rounded_once(isa, terms, dtype):
     total, random = make_sum(terms), torch.Generator().manual_seed(terms)
     width = total.width
-    # Sums of every length, among them ties of each dtype and their neighbours, which two roundings would take
-    # wrong.
+    # Sums of every bit length, including ties of each dtype and their neighbours, which would be wrong if
+    # they were rounded twice.
     length = torch.randint(1, 31 + width, (NUMEL,), generator=random)
     value = torch.randint(2**62, (NUMEL,), generator=random) >> (62 - length)
     kept = torch.tensor([24, 11, 8])[torch.randint(3, (NUMEL,), generator=random)]
@@ -280,7 +280,7 @@ def test_the_result_is_the_exact_integer_rounded_once(isa, terms, dtype):
     assert_same_bits(out, torch.tensor(want, dtype=torch.float64).to(dtype))
 
 
-# ---- the edge ----
+# ---- invalid arguments ----
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def test_the_error_keeps_its_bound(name, terms):
     largest = torch.stack(flats).abs().amax(0).view(-1, BLOCK).amax(1)
     for i, got in enumerate(out.tolist()):
         exact = sum(Fraction(flat[i].item()) for flat in flats)
-        # Half a unit of lo each, which is at most 2^-w of the block's largest, or 2^-126 in the lowest bin.
+        # Each term's error is at most half a unit of lo: 2^-w of the block's largest, or 2^-126 in the lowest
+        # bin.
         each = max(Fraction(largest[i // BLOCK].item()) / 2**total.width, Fraction(2) ** -126)
         if math.isfinite(got):
             assert abs(Fraction(got) - exact) <= len(flats) * each + abs(exact) * Fraction(2) ** -23
@@ -44,7 +45,7 @@ def test_the_error_keeps_its_bound(name, terms):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_terms_that_span_fewer_binades_than_limbs_have_bits_are_rounded_correctly(terms, dtype):
     random = torch.Generator().manual_seed(terms)
-    # Eleven bits, down to 2^-9 of the block's largest: within a bin even in its most unlucky place.
+    # Multiples of 2^-20 up to 2^-9: eleven bits, which the limbs hold exactly wherever the bin begins.
     num = min(terms, 64)
     flats = [torch.randint(-(2**11), 2**11, (NUMEL,), generator=random) * 2.0**-20 for _ in range(num)]
     total, out = make_sum(terms), torch.empty(NUMEL, dtype=dtype)
@@ -59,7 +60,7 @@ def test_terms_that_span_fewer_binades_than_limbs_have_bits_are_rounded_correctl
 @pytest.mark.parametrize("terms", [8, 256])
 @pytest.mark.parametrize("name", ["gradients", "spikes", "cancellation", "many_binades", *range(0, 27, 3)])
 def test_the_sum_is_no_worse_than_adding_in_float32(name, terms):
-    """A number is a position of the blocks in their bin."""
+    """If `name` is a number, terms are scaled by 2^-name, which moves them within their bin."""
     if isinstance(name, int):
         random = torch.Generator().manual_seed(name)
         flats = [torch.randn(NUMEL, generator=random) * 2.0**-name for _ in range(terms)]
@@ -68,7 +69,7 @@ def test_the_sum_is_no_worse_than_adding_in_float32(name, terms):
     total, out = make_sum(terms, plan=BucketPlan([0], [NUMEL])), torch.empty(NUMEL)
     deposit_all(total, [[flat] for flat in flats])
     total.round_(out)
-    exact = torch.stack(flats).double().sum(0)  # its own error is 2^-29 of a float's
+    exact = torch.stack(flats).double().sum(0)  # its own error is 2^-29 of float32's
     in_order = torch.zeros(NUMEL)
     for flat in flats:
         in_order += flat

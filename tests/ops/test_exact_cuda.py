@@ -1,6 +1,4 @@
-"""The exact sum's CUDA kernels: equal bit for bit to the CPU's, on the emulator and, where there is one,
-on a GPU.
-"""
+"""The exact sum's CUDA kernels equal the CPU's bit for bit, on the emulator and on a GPU if there is one."""
 
 import pytest
 import torch
@@ -12,7 +10,8 @@ from pyengine.ops.exact import ExactSum
 from pyengine.ops.pointers import DTYPE_CODES
 
 CPU = torch.device("cpu")
-# Empty slots, around a block of 64, a chunk of 16384, and more slots than travel in a kernel's parameters.
+# An empty slot and sizes around a block of 64 and a chunk of 16384; and more slots than the smaller size of a
+# kernel's parameters holds.
 SIZES = [[0, 1, 63, 64, 65, 8191, 16384, 16385, 129, 4097], [3] * 300]
 
 
@@ -38,7 +37,7 @@ class EmulatedSum(ExactSum):
 
 @pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def make(request):
-    """Return (device, a function that makes the sum to be tested)."""
+    """Return (device, a function that creates the sum under test)."""
     if request.param == "cuda":
         request.getfixturevalue("gpu")
         device = torch.device("cuda", torch.cuda.current_device())
@@ -48,7 +47,7 @@ def make(request):
 
 
 def _term(numels, dtype, shift, seed):
-    """Values over many binades, block by block, with a slot missing, a nan and a -0; at a shifted address."""
+    """Return values over many binades by block, with a missing slot, a nan and a -0, at a shifted address."""
     generator = torch.Generator().manual_seed(seed)
     term = []
     for numel in numels:

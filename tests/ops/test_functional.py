@@ -18,12 +18,12 @@ SHAPES = [(3, 5), (0,), (), (7,), (2, 33, 65)]
 
 @pytest.fixture(params=["core", "reference", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request, monkeypatch):
-    """Where tensors lie; "reference" is the CPU without the core."""
+    """Return the device of the tensors; "reference" is the CPU without the core."""
     if request.param == "cuda":
         return request.getfixturevalue("gpu") and torch.device("cuda", 0)
     if request.param == "reference":
         monkeypatch.setattr(native, "core", lambda: None)
-        # Plans that were made with the core are not to be found.
+        # Start with an empty cache: it may contain plans that were created with the core.
         monkeypatch.setattr(functional, "_plan", functools.cache(functional._plan.__wrapped__))
     return torch.device("cpu")
 
@@ -87,7 +87,7 @@ def test_unscale_norm_is_the_float64_norm_of_what_is_written(device, dtype):
     assert_same_bits(joined(tensors), product(joined(before), 0.3).to(dtype))
     for got, values in ((norm, joined(tensors)), (read_norm, product(joined(before), 0.3))):
         assert got.dtype == torch.float32 and got.shape == ()
-        # One rounding to float32; the float64 sum errs by far less than as much again.
+        # One rounding to float32; the error of the float64 sum is far smaller.
         want = torch.linalg.vector_norm(values.double())
         assert abs(got.double() - want) <= 2**-23 * want
     assert found_inf.dtype == torch.float32 and found_inf.item() == read_inf.item() == 0

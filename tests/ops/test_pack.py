@@ -30,7 +30,7 @@ def test_large_flat_buffers_are_streamed_with_the_same_bits(isa, dst, shift, sca
 
 def test_offsets_beyond_two_to_the_31_are_reached(one):
     far = 2**31 + 11
-    flat = torch.empty(far + 40)  # only the pages that are written become memory
+    flat = torch.empty(far + 40)  # only the pages that are written use memory
     plan, tensors = BucketPlan([3, far], [5, 33]), [torch.ones(5), torch.arange(33.0)]
     plan.pack_(flat, tensors, one)
     plan.accumulate_(flat, tensors, one, first=False, nonfinite=torch.zeros(2, dtype=torch.uint8))

@@ -1,5 +1,6 @@
-"""Every op has the bits of plain PyTorch: on every instruction set, any number of threads, the emulator and
-a GPU; without the native core plain PyTorch runs, with exactly one warning.
+"""Every op has the bits of plain PyTorch, on every instruction set, number of threads and device.
+
+Without the native core, plain PyTorch runs, with exactly one warning.
 """
 
 import subprocess
@@ -26,8 +27,8 @@ from op_cases import DTYPES, NAN, make_flat, make_plan
 from pyengine.ops import native
 
 FIRST = [True, False]
-# Elements that the list of tensors and the flat buffer lie beyond a boundary: another phase each, then the
-# same, among them half of a 16-byte access in every dtype.
+# Numbers of elements by which the tensors and the flat buffer are moved from an aligned address: different
+# numbers, then equal ones, which include half of a 16-byte access in every dtype.
 SHIFTS = [(1, 0), (0, 0), (1, 1), (2, 2), (4, 4)]
 
 on_plans = pytest.mark.parametrize("layout", PLANS.values(), ids=PLANS)
@@ -91,7 +92,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads, numels):
     assert both[0].seen.tolist() == [1] + [0] * (len(numels) - 1)
 
 
-# Blocking the import is what a build without the extension looks like from inside.
+# Blocking the import has the same effect as a build without the extension.
 WITHOUT_CORE = """
 import sys, warnings
 sys.modules["pyengine.ops._core"] = None

@@ -12,7 +12,7 @@ from pyengine.ops.plan import BucketPlan
 
 
 def test_the_sum_does_not_depend_on_alignment_or_destination(isa, scale):
-    plan = BucketPlan([0], [5 * 2**20 + 3])  # large enough to stream where the destination is aligned
+    plan = BucketPlan([0], [5 * 2**20 + 3])  # large enough to stream if the destination is aligned
     x = random_values(plan.numels[0] + 1, torch.float32, seed=9)
     aligned, shifted = x[1:].clone(), x[1:]
     y = torch.empty(plan.numels[0] + 1)
@@ -32,7 +32,7 @@ def add_halves(lanes):
 
 
 def sum_in_plain_words(squares):
-    """The order of csrc/plan.h once more, from its text: floats of Python, one addition at a time."""
+    """Sum in the order that csrc/plan.h describes, with Python floats, one addition at a time."""
     block_lanes = [0.0] * 256
     for b, begin in enumerate(range(0, len(squares), 8192)):
         block = squares[begin : begin + 8192]
@@ -46,16 +46,16 @@ def sum_in_plain_words(squares):
     return add_halves(block_lanes)
 
 
-# A short segment; several; one block and a bit; several blocks of as many lanes; two and a half rounds of the
-# 256 block lanes. There only every 128th block is not zero: a few blocks decide the last bit that 641 would
-# average away.
+# A short segment; several segments; one block and a bit; several blocks; two and a half rounds of the 256
+# block lanes. In the last case, only every 128th block is nonzero, so that the order of a few blocks decides
+# the last bit; in a sum of 641 blocks, differences could cancel.
 @pytest.mark.parametrize(
     ("numel", "every"), [(99, 1), (3001, 1), (8192 + 300, 1), (200_003, 1), (640 * 8192 + 77, 128)]
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_the_sum_is_taken_in_the_documented_order(numel, every, seed, scale):
     plan, got = BucketPlan([0], [numel]), torch.empty(1, dtype=torch.float64)
-    # Exponents a few apart: most additions round, so another order gives other bits.
+    # Exponents differ by a few: most additions round, so a different order gives different bits.
     x = torch.exp2(6 * torch.rand(numel, generator=torch.Generator().manual_seed(seed)))
     x *= torch.arange(numel).div(8192, rounding_mode="floor").remainder(every) == 0
     plan.unscale_norm([x], None, scale, sumsq=got, nonfinite=flags(plan))
@@ -79,7 +79,7 @@ def test_a_cast_that_overflows_is_flagged_and_squares_of_the_largest_floats_do_n
 @pytest.mark.slow
 def test_a_slot_of_more_than_two_to_the_31_elements_is_read_to_its_end(one):
     numel = 2**31 + 19
-    # Pages of a private mapping that were never written read as zero without becoming memory.
+    # Pages of a private mapping that were never written read as zero and use no memory.
     pages = mmap.mmap(-1, 2 * numel, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     x = torch.frombuffer(pages, dtype=torch.bfloat16)
     x[-1], x[2**31 - 1], x[0] = 3, 2, 1

@@ -27,8 +27,8 @@ def test_random_float_bits_are_cast_as_torch_casts_them(anywhere, dtype, one):
 
 
 def test_product_and_sum_are_rounded_one_by_one(anywhere):
-    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24 that -1 - 2^-11
-    # lays bare.
+    # s·g = 1 + 2^-11 + 2^-24 rounds to 1 + 2^-11; a fused multiply-add would keep the 2^-24, which would
+    # remain after -1 - 2^-11 is added.
     acc = anywhere.place(torch.full((40,), -(1 + 2.0**-11)))
     g = anywhere.place(torch.full((40,), 1 + 2.0**-12))
     scale = anywhere.place(torch.tensor(1 + 2.0**-12))

@@ -59,7 +59,7 @@ def test_compiled_code_increments_versions_too(backend):
     grad = torch.ones(64)
     pe.ops.unscale_norm([grad], 0.5)
     pe.ops.flatten([grad])
-    assert grad._version == 0  # reading increments none
+    assert grad._version == 0  # reading does not increment it
     torch.compile(WRITES["unscale_norm_"], backend=backend)(grad)
     assert grad._version > 0
 

@@ -1,6 +1,7 @@
-"""Let this process import the core that `PYENGINE_CORE` names, as `pyengine.ops._core`: import this first.
+"""Import the core that `PYENGINE_CORE` names as `pyengine.ops._core`; import this module first.
 
-`make sanitize` gives it to pytest as a plugin, and tests/fuzz has it; without the variable nothing changes.
+`make sanitize` passes this module to pytest as a plugin, and tests/fuzz imports it. Without the variable, it
+changes nothing.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ PATH = os.environ.get("PYENGINE_CORE")
 
 
 def is_sanitized() -> bool:
-    """Whether AddressSanitizer watches this process."""
+    """Return whether AddressSanitizer checks this process."""
     return hasattr(ctypes.CDLL(None), "__asan_init")
 
 
 def coverage() -> ctypes.CDLL:
-    """Return the library beside the core that counts which of its edges were run."""
+    """Return the library next to the core that counts which edges of the core have run."""
     assert PATH is not None
     return ctypes.CDLL(str(Path(PATH).parent / "libcoverage.so"))
 
 
 if PATH is not None and "pyengine.ops._core" not in sys.modules:
-    import torch  # noqa: F401 - before the core, which looks its thread pool up
+    import torch  # noqa: F401 - before the core, which looks up its thread pool
 
     spec = importlib.util.spec_from_file_location("pyengine.ops._core", PATH)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""The sanitizers of `make sanitize` are awake: what is wrong on purpose ends the process."""
+"""The sanitizers of `make sanitize` are active: a deliberate error ends the process."""
 
 from __future__ import annotations
 

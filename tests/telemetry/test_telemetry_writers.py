@@ -1,6 +1,4 @@
-"""Step records as JSON lines, in TensorBoard and in Weights & Biases: written by one rank, continued after a
-restart.
-"""
+"""One rank writes step records as JSON lines, to TensorBoard and to Weights & Biases; restarts continue."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def test_a_line_holds_every_field_and_the_time_and_a_file_is_continued(tmp_path)
     line, skipped, of_norms = _lines(tmp_path / "steps.jsonl")
     assert line.pop("time") > 1.7e9
     assert StepRecord(**line) == _record(0)
-    # JSON knows no nan and no inf.
+    # JSON has no nan and no inf.
     assert (skipped["loss"], skipped["grad_norm"], skipped["reason"]) == (None, None, "inf on rank 1")
     assert of_norms["grad_norms"] == {"weight": 0.5, "bias": None}
 
@@ -109,7 +107,7 @@ def test_tensorboard_holds_every_number_and_why_a_step_was_skipped(tmp_path):
 
 
 class _Run:
-    """Records what is asked of a Weights & Biases run."""
+    """Records the calls to a Weights & Biases run."""
 
     def __init__(self) -> None:
         self.metrics: list[tuple] = []
@@ -150,7 +148,7 @@ def test_weights_and_biases_works_offline_without_an_account(tmp_path, monkeypat
         run.log({"mine": 1.0})
         listen(SKIPPED)
         summary = dict(run.summary)
-    wandb.teardown()  # the process that writes the file may be behind until it has ended
+    wandb.teardown()  # the process that writes the file may lag behind until it has ended
     assert (summary["pyengine/step"], summary["pyengine/skipped"], summary["mine"]) == (1, 1.0, 1.0)
     assert summary["pyengine/last_skip"] == "step 1: inf on rank 1"
     assert list(tmp_path.rglob("run-*.wandb"))

@@ -1,5 +1,6 @@
-"""A Chrome trace shows backward, each bucket's reduction and the exposed part; without a profiler nothing is
-recorded.
+"""A Chrome trace shows backwards, each bucket's reduction and the exposed part of it.
+
+Without a profiler, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ BUCKETS, WINDOWS = 3, 2
 
 def _train(folder: str, kind: str) -> bool:
     torch.manual_seed(0)
-    # 64 KiB of gradients a layer, and a bucket a layer.
+    # Each layer has 64 KiB of gradients and its own bucket.
     model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(BUCKETS)])
     cap = {"bucket_cap_mb": 1 / 16}
     if kind == "own":
@@ -39,7 +40,7 @@ def _train(folder: str, kind: str) -> bool:
                 sync.backward(forward(x).mean())
             sync.step(optimizer)
 
-    train(2)  # buckets are laid out
+    train(2)  # after these windows, the bucket layout is final
     path = Path(f"{folder}/{kind}.json")
     with chrome_trace(path, rank=1):
         train(WINDOWS)
@@ -48,7 +49,7 @@ def _train(folder: str, kind: str) -> bool:
 
 
 def _ranges(path: str) -> dict[str, list[tuple[float, float]]]:
-    """Return (start, end) of every range by name, in order."""
+    """Return the (start, end) pairs of all ranges by name, in order."""
     with open(path) as file:
         events = [e for e in json.load(file)["traceEvents"] if e.get("ph") == "X"]
     found: dict[str, list[tuple[float, float]]] = {}
@@ -90,9 +91,9 @@ def test_every_bucket_is_copied_back_inside_the_exposed_part(profiled):
 
 @pytest.mark.parametrize("kind", ["own", "attach"])
 def test_every_reduction_is_seen_on_its_way(profiled, kind):
-    # Two ranks swap what is small.
+    # Two ranks exchange small buffers with an all-gather.
     reductions = sorted([*profiled[kind]["gloo:all_reduce"], *profiled[kind]["gloo:all_gather"]])
-    ends = 1  # the loop's: how the last window was used
+    ends = 1  # one at the end of the loop: how the last window was used
     assert len(reductions) == WINDOWS * (1 + BUCKETS) + ends  # the header is the first
     launched = [profiled[kind][f"launch bucket {bucket}"][0] for bucket in range(BUCKETS)]
     for (start, _), (asked, _) in zip(reductions[1 : 1 + BUCKETS], launched, strict=True):

@@ -1,5 +1,7 @@
-"""Memory that ranks share, and reductions in it. The ranks here are threads, each with its own arena over one
-file; `tests/distributed/test_shared_memory.py` uses processes.
+"""Memory that ranks share, and reductions in it.
+
+The ranks in these tests are threads, each with its own arena over one file;
+`tests/distributed/test_shared_memory.py` uses processes.
 """
 
 from __future__ import annotations
@@ -54,8 +56,10 @@ def _reduce_all(arenas: list[Arena], flats: list[Tensor], *, is_max: bool = Fals
 
 
 def _placed(arenas: list[Arena], parts: list[Tensor], where: str) -> list[Tensor]:
-    """Copy each rank's part to the arena's memory, to torch's ("own"), or to some that does not begin with a
-    line of the cache ("odd"); "one is not": to the arena's, but on rank 0.
+    """Copy each rank's part to memory of the kind `where`.
+
+    "shared" is memory of the arena, "odd" is memory of the arena that does not begin at a cache line, "own"
+    is torch's memory, and "one is not" is torch's memory on rank 0 and memory of the arena on other ranks.
     """
     placed = []
     for rank, (arena, part) in enumerate(zip(arenas, parts, strict=True)):
@@ -71,7 +75,7 @@ PLACES = ["shared", "own", "odd", "one is not"]
 
 
 def _in_rank_order(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the sum with one rounding an addition in the type of the sum, and one at the end."""
+    """Return the sum in rank order, rounded by each addition in the sum's dtype, and once at the end."""
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -99,7 +103,7 @@ def test_ranks_are_summed_in_their_order_in_any_memory(isa, world, dtype):
             want = _in_rank_order(parts, dtype)
             exact = torch.stack([part.double() for part in parts]).sum(0)
             size = torch.stack([part.double().abs() for part in parts]).sum(0)
-            # One rounding to the type, and W - 1 of the sum's.
+            # One rounding to the dtype, and W - 1 roundings of the sum.
             unit = torch.finfo(dtype).eps / 2 + (world - 1) * torch.finfo(torch.float32).eps / 2
             assert ((want.double() - exact).abs() <= unit * size * 1.01).all()
             for where in PLACES:
@@ -142,7 +146,7 @@ def test_collectives_run_in_their_order_and_their_futures_complete():
             assert torch.equal(future.wait()[0], torch.full((10,), 2.0 * number))
         works[1][-1].wait()
         assert all(work.is_completed() for work in [*works[0], *works[1]])
-        assert works[1][3].get_future().done()  # asked for behind its end
+        assert works[1][3].get_future().done()  # requested after it has ended
 
 
 def test_a_wait_that_times_out_raises_and_can_be_repeated():
@@ -163,7 +167,7 @@ def test_ranks_in_different_collectives_all_raise():
         for work in works:
             with pytest.raises(RuntimeError, match="different collectives|has given up a collective"):
                 work.wait(ALIVE)
-        with pytest.raises(RuntimeError, match="different collectives|has given"):  # from now on
+        with pytest.raises(RuntimeError, match="different collectives|has given"):  # also later
             _reduce(arenas[0], torch.ones(2)).wait(ALIVE)
 
 
@@ -199,7 +203,7 @@ def test_when_an_arena_closes_every_wait_raises(closes, message):
 
 def test_one_look_at_a_dead_rank_fails_nothing_and_two_in_a_row_do(monkeypatch):
     state, look = "dead", Arena.look
-    monkeypatch.setattr(Arena, "look", lambda *_: None)  # of the arena's own thread
+    monkeypatch.setattr(Arena, "look", lambda *_: None)  # called by the arena's own thread
     monkeypatch.setattr(ProcessId, "state", lambda *_: state)
     with _arenas(2) as arenas:
         work = _reduce(arenas[0], torch.ones(3))
@@ -236,7 +240,7 @@ def test_a_file_of_another_process_is_not_taken_for_the_one_that_was_offered():
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_a_collectives_own_memory_is_no_block_that_is_allocated_at_the_same_time(attempt):
-    """Pages of a large block take milliseconds, in which the arena's thread needs some to copy through."""
+    """Allocating a large block takes milliseconds; meanwhile, the arena's thread allocates copy buffers."""
     with _arenas(2) as arenas:
         made: list[Tensor] = []
         allocates = threading.Thread(target=lambda: made.append(arenas[0].allocate(2**24, torch.float32)))
@@ -250,7 +254,7 @@ def test_a_collectives_own_memory_is_no_block_that_is_allocated_at_the_same_time
 
 
 def _in_fork(body: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> bool:
-    """Whether `body` returns True in a fork of this process, which does `meanwhile`."""
+    """Return whether `body` returns True in a fork of this process, which meanwhile runs `meanwhile`."""
     child = os.fork()
     if not child:
         is_right = False

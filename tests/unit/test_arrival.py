@@ -1,4 +1,4 @@
-"""A set is complete with its last gradient, in any order of arrival."""
+"""A set of parameters is complete when its last gradient arrives, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyengine.gradients.arrival import Arrivals, Watch, may_nest
 
 
 def _complete(order: tuple[int, ...], frozen: tuple[int, ...]) -> list[set[int]]:
-    """Let gradients of three parameters come in an order; return which were there when a set was complete."""
+    """Compute three parameters' gradients in this order; return which had arrived at each completion."""
     params = [Parameter(torch.ones(1), requires_grad=index not in frozen) for index in range(3)]
     arrived: set[int] = set()
     complete: list[set[int]] = []
@@ -27,7 +27,7 @@ def _complete(order: tuple[int, ...], frozen: tuple[int, ...]) -> list[set[int]]
     watch.stop()
     for param in params:
         if param.requires_grad:
-            param.sum().backward()  # nobody watches any more
+            param.sum().backward()  # the watch has stopped
     return complete
 
 
@@ -58,7 +58,7 @@ def test_arrivals_are_in_the_order_of_the_last_time(came, order, repeated):
     with arrivals.recorded():
         for index in came:
             params[index].sum().backward()
-    params[2].sum().backward()  # after it
+    params[2].sum().backward()  # after the recording
     assert (arrivals.order, arrivals.repeated) == (order, repeated)
 
 

@@ -39,7 +39,7 @@ def test_shares_are_what_window_sampler_deals(world_size, micro_batches):
         (1000, 8, 64, "= 512; nearest are 512 and 1024, or split its 125 micro-batches with uneven=True"),
         (1000, 16, 32, "= 512; nearest are 512 and 1024"),  # 1000 / 16 leaves a remainder too
         (100, 8, 64, "= 512; nearest is 512"),
-        (8, 8, 64, "= 512; nearest is 512"),  # ranks without any
+        (8, 8, 64, "= 512; nearest is 512"),  # some ranks would have no micro-batch
         (513, 1, 512, "= 512; nearest are 512 and 1024, or split its 513 micro-batches with uneven=True"),
     ],
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyengine.audit.checksum import BlockSums, LaneSums, Part, differ, pieces, words_of
 
 CPU = torch.device("cpu")
-# One block and less, its ends, several blocks with a rest; and what fills no whole word.
+# Less than a block, around a block, several blocks with a rest; some sizes do not fill a whole word.
 SIZES = [0, 1, 7, 1025, 2**15 + 1, 100_001]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 

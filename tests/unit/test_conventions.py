@@ -1,4 +1,4 @@
-"""What a user meets first: names of arguments and wires, and what objects print."""
+"""What users see first: names of arguments and wires, and what objects print."""
 
 from __future__ import annotations
 

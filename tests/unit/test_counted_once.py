@@ -1,4 +1,4 @@
-"""Over the ranks of any mesh, every element of a norm is counted by exactly one."""
+"""On any mesh, exactly one rank counts each element in a norm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Place = dict[str, int]
 
 @dataclass(eq=False)
 class Mesh:
-    """What a rank's `DeviceMesh` tells of itself, without processes."""
+    """A rank's `DeviceMesh`, without processes."""
 
     mesh: torch.Tensor
     mesh_dim_names: tuple[str, ...]
@@ -46,7 +46,7 @@ def _ranks(shape: Mapping[str, int]) -> Iterator[Place]:
 
 
 def _mesh(shape: Mapping[str, int], place: Place, names: Sequence[str]) -> Mesh:
-    """Return the part of the mesh of all ranks that lies along `names`, as the rank at `place` has it."""
+    """Return the submesh along `names` that contains the rank at `place`."""
     whole = torch.arange(math.prod(shape.values())).view(*shape.values())
     part = whole[tuple(slice(None) if name in names else place[name] for name in shape)]
     return Mesh(part, tuple(names), [place[name] for name in names])
@@ -54,7 +54,7 @@ def _mesh(shape: Mapping[str, int], place: Place, names: Sequence[str]) -> Mesh:
 
 @dataclass
 class Placement:
-    """What a placement tells."""
+    """A DTensor placement that shards or replicates."""
 
     shards: bool
 
@@ -76,14 +76,14 @@ def _dtensor(mesh: Mesh, shards: Sequence[str]) -> Any:
 SHAPES = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(
     lambda sizes: dict(zip(AXES, sizes, strict=False))
 )
-# What an axis of a mesh is: dense parameters are summed over the first two, experts over the second.
+# The roles of a mesh's axes: dense parameters are summed over "replicate" and "group", experts over "group".
 ROLES = st.tuples(*[st.sampled_from(["replicate", "group", "shard", "other"])] * 3)
 SOME_AXES = st.sets(st.sampled_from(AXES), min_size=1).map(frozenset)
 
 
 @dataclass
 class Param:
-    """A parameter: its pattern of `Axes.groups`, if any, and how it lies: plain, or sharded along axes."""
+    """A parameter: "dense" or "expert" (see `Axes.groups`), and plain or sharded along axes."""
 
     name: str
     is_dtensor: bool
@@ -115,21 +115,21 @@ def test_every_element_counts_once_over_any_mesh_and_any_groups(shape, roles, pa
             others = [name for name in shape if name not in summed]
             held = _dtensor(_mesh(shape, place, others), shards) if is_dtensor else torch.zeros(1)
             named.append((f"{param.name}{index}", held))
-            # Ranks hold other elements along these axes; along all others the same.
+            # Ranks along these axes hold different elements; ranks along all other axes hold the same ones.
             apart = {*axes.shard, *(shards if is_dtensor else ()), *(set(names) - set(summed))}
             mine.append((index, *(place[name] for name in shape if name in apart)))
         found = _counted(shape, place, named, axes)
         counted.append([True] * len(named) if found is None else found)
         elements.append(mine)
     all_ = sorted({element for mine in elements for element in mine})
-    if found is None:  # nothing is exchanged
+    if found is None:  # ranks exchange nothing
         assert all(sorted(mine) == all_ for mine in elements)
         return
     assert _counted_elements(elements, counted) == all_
 
 
 def _counted_elements(elements: Sequence[Sequence[Any]], counted: Sequence[Sequence[bool]]) -> list[Any]:
-    """Return what ranks count of what they hold, however often, in order."""
+    """Return the elements that ranks count, sorted; an element that is counted twice appears twice."""
     pairs = [
         pair for mine, said in zip(elements, counted, strict=True) for pair in zip(mine, said, strict=True)
     ]
@@ -137,7 +137,7 @@ def _counted_elements(elements: Sequence[Sequence[Any]], counted: Sequence[Seque
 
 
 def _counted(shape: Mapping[str, int], place: Place, named: Any, axes: Axes) -> Sequence[bool] | None:
-    """Return what the rank at a place counts, as its engine finds it out."""
+    """Return which parameters the rank at a place counts, according to its engine."""
     mesh = _mesh(shape, place, [*shape])
     ranks = object.__new__(EngineRanks)
     ranks._mesh, ranks.problems = MeshRanks(mesh), []
@@ -152,7 +152,7 @@ def _counted(shape: Mapping[str, int], place: Place, named: Any, axes: Axes) -> 
 
 @dataclass(eq=False)
 class Unit:
-    """What is asked of a module that was sharded."""
+    """The attributes that `ShardedRanks` reads from a sharded module."""
 
     params: Sequence[Any]
     data_ndim: int
@@ -168,13 +168,13 @@ def test_every_element_of_a_sharded_model_counts_once(shape, data_ndim, params):
     for rank, place in enumerate(_ranks(shape)):
         held, mine = [], []
         for index, (is_cut, shards) in enumerate(params):
-            names = [*shape] if is_cut else data  # under tensor parallelism, or of the data alone
+            names = [*shape] if is_cut else data  # sharded along all axes, or only along the data axes
             held.append(_dtensor(_mesh(shape, place, names), shards))
             mine.append((index, *(place[name] for name in names if name in shards)))
         unit = Unit(held, len(data))
         comm = SimpleNamespace(rank=rank, world_size=math.prod(shape.values()))
         ranks = ShardedRanks([unit], comm)
-        assume(not ranks._problems)  # without a cut parameter nothing tells of the other axes
+        assume(not ranks._problems)  # without a cut parameter, the other axes are unknown
         said = ranks.counted([unit])
         counted.append([said[id(param)] for param in held])
         elements.append(mine)

@@ -51,9 +51,7 @@ def test_a_bad_window_length_is_named(value):
 
 
 def _run(counter: WindowCounter, data: st.DataObject, most: int) -> list[int]:
-    """Hand out up to `most` places that are due, with backwards whenever; return those whose backward
-    ran.
-    """
+    """Hand out up to `most` due places, with backwards at random times; return those whose backward ran."""
     syncs: list[bool] = []
     due = counter.due[:most]
     for place in due:

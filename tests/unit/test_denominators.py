@@ -85,7 +85,7 @@ def test_a_micro_batch_adds_its_count_of_the_divisor_and_padding_nothing():
     ("names", "has_several_out", "done", "handed", "message"),
     [
         ("a", False, 3, 3, ""),
-        ("a", False, 2, 2, ""),  # a break: what was done is divided by what was done
+        ("a", False, 2, 2, ""),  # after a break, only the micro-batches that ran count
         ("a", False, 1, 2, ""),
         ("a", True, 3, 3, ""),
         ("a", True, 2, 3, "it is not known whose counts to leave out"),

@@ -11,7 +11,7 @@ from pyengine.ops.device import Readback, bucket_cap_mb, has_events, is_lazy, ru
 from pyengine.step import step_record
 from pyengine.step.step_record import Clock
 
-# torch-tpu's device "tpu" is a privateuseone that has been given a name.
+# The device "tpu" of torch-tpu is a renamed privateuseone.
 ACCELERATORS = ["cuda", "mtia", "privateuseone"]
 
 
@@ -31,8 +31,9 @@ def test_one_process_without_a_group_needs_no_transport_on_any_device(name):
 
 
 class FakeEvent:
-    """An accelerator's event: notes where it was recorded. Without a stream that is the current device's,
-    not its own.
+    """An accelerator's event, which remembers the stream on which it was recorded.
+
+    The default is the stream of the current device, not of the event's device.
     """
 
     def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
@@ -47,7 +48,7 @@ class FakeEvent:
 
 @pytest.fixture
 def events(monkeypatch):
-    """Let device tensors pass for those of an accelerator, and return the events that are made."""
+    """Treat tensors of any device like those of an accelerator; return the events that are created."""
     made: list[FakeEvent] = []
 
     def make(device: torch.device, *, enable_timing: bool = True) -> FakeEvent:

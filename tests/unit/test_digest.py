@@ -1,4 +1,4 @@
-"""What ranks must agree on, as a number: equal if and only if the digests are equal."""
+"""What ranks must agree on, as numbers, which are equal if and only if the digests are equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _digest(**changes: object) -> HeaderDigest:
 
 
 def _number(digest: HeaderDigest, *, far: bool) -> list[float]:
-    """Return the pieces as a header holds them; `far`: as if scalars lay on an accelerator."""
+    """Return the pieces as a header holds them; with `far`, scalars are treated as on an accelerator."""
     with mock.patch("pyengine.window.digest._is_on_device", lambda _: far):
         lanes = torch.tensor([[piece, piece**2] for piece in digest.pieces()], dtype=torch.float64).flatten()
         digest.add_to(lanes)

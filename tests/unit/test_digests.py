@@ -1,4 +1,4 @@
-"""What `make aarch64` compares: every op of the core, run without torch, with the same bits everywhere."""
+"""What `make aarch64` compares: every op of the core, run without torch, has the same bits everywhere."""
 
 from __future__ import annotations
 

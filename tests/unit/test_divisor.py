@@ -29,5 +29,5 @@ def test_one_over_count_comes_in_at_one_place_and_the_loss_scale_goes_behind_the
     behind = (1.0 if is_before else 0.125) * (inv_scale or 1.0)
     assert (1.0 if before is None else before.item()) == (0.125 if is_before else 1.0)
     assert (1.0 if after is None else after.item()) == behind
-    assert (after is None) == (behind == 1.0)  # no pass without need
-    assert len(asked) == 1  # nobody waits for the header without need
+    assert (after is None) == (behind == 1.0)  # no unnecessary pass
+    assert len(asked) == 1  # no unnecessary wait for the header

@@ -1,6 +1,6 @@
 """A first step that is skipped leaves parameters and optimizer state as if it had never been called.
 
-Memory that torch allocates and does not write holds nan here, so that a step that used it would show.
+In these tests, uninitialized memory contains nan, so that a step that uses it is found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pyengine.step import stepper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the step was skipped")
 
-# Arguments that make each optimizer of torch keep all state that it can keep.
+# Arguments with which each optimizer of torch keeps all of its possible state.
 ARGUMENTS: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{"lr": 0.1, "t0": 1.0, "weight_decay": 0.1}],
     "Adadelta": [{"weight_decay": 0.1}],
@@ -51,7 +51,7 @@ MODES: list[dict[str, bool]] = [
     {"foreach": True, "capturable": True},
     {"fused": True, "capturable": True},
 ]
-# Their steps take a closure, or sparse gradients: `sync.step` refuses them.
+# `sync.step` refuses these optimizers: their steps need a closure or sparse gradients.
 _REFUSED = {"LBFGS", "SparseAdam"}
 
 Make = Callable[[Any], Optimizer]
@@ -80,7 +80,7 @@ def test_every_optimizer_of_torch_is_tried():
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan():
-    torch.use_deterministic_algorithms(True)  # with which torch fills memory that it does not write
+    torch.use_deterministic_algorithms(True)  # torch then fills uninitialized memory
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
@@ -88,7 +88,7 @@ def fresh_memory_is_nan():
 
 @pytest.fixture(params=["the host waits", "the host is late"])
 def is_late(request, monkeypatch):
-    """Let the CPU play a device, on which `capturable=True` works; say whether the host runs ahead of it."""
+    """Make the CPU a device that supports `capturable=True`; return whether the host runs ahead of it."""
     for name in ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"):
         module = importlib.import_module(f"torch.optim.{name}")
         monkeypatch.setattr(module, "_get_capturable_supported_devices", lambda **_: ["cpu"])
@@ -107,7 +107,7 @@ class _Model(nn.Module):
             self.first[0, 0] = self.second[0, 0] = -0.0
 
     def loss(self, number: int, *, uses_second: bool = True) -> Tensor:
-        """Return a loss whose gradients differ by window; the first of each parameter is -0.0."""
+        """Return a loss whose gradients differ by window; the first element of each gradient is -0.0."""
         factors = torch.linspace(-1, 1, 12).reshape(3, 4) * (number + 1)
         factors[0, 0] = -0.0
         loss = (self.first * factors).sum()
@@ -150,7 +150,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def _loaded(make: Make, optimizer: Optimizer) -> Optimizer:
-    """Return another optimizer over the same parameters that has loaded this one's state."""
+    """Return a new optimizer over the same parameters that has loaded this optimizer's state."""
     state = copy.deepcopy(optimizer.state_dict())
     other = make([param for group in optimizer.param_groups for param in group["params"]])
     other.load_state_dict(state)
@@ -158,7 +158,7 @@ def _loaded(make: Make, optimizer: Optimizer) -> Optimizer:
 
 
 def _bits_of_two_windows(sync: pe.Sync, model: _Model, optimizer: Optimizer) -> list[dict[str, Tensor]]:
-    """Train two windows; return bits before and after each."""
+    """Train two windows; return the bits before and after each."""
     found = [_bits(model, optimizer)]
     for number in range(2):
         _window(sync, model.loss(number), optimizer)
@@ -170,7 +170,7 @@ def _bits_of_two_windows(sync: pe.Sync, model: _Model, optimizer: Optimizer) -> 
 def _train(
     make: Make, is_late: bool, skip: dict[str, Any] | None, *, reloads: bool
 ) -> list[dict[str, Tensor]]:
-    """Train two windows, behind one that is skipped if `skip`; return bits before and after each."""
+    """Train two windows, after a skipped one if `skip`; return the bits before and after each of the two."""
     sync, model = _engine(is_late)
     with sync:
         optimizer = make(list(model.parameters()))
@@ -193,10 +193,10 @@ def test_a_skipped_first_step_is_one_that_was_never_called(make, skip, reloads, 
 def _train_with_a_late_parameter(
     make: Make, is_late: bool, skip: dict[str, Any] | None, *, added: bool
 ) -> list[dict[str, Tensor]]:
-    """Train as `_train`, behind a window that does not use the second parameter.
+    """Train as `_train` does, but first train a window that does not use the second parameter.
 
-    `added`: the second parameter is in a group that is added then. torch's fused SGD cannot begin with one
-    parameter of a group later than with another.
+    The second parameter has its own group, because torch's fused SGD cannot begin with one parameter of a
+    group later than with another. With `added`, the group is added after the first window.
     """
     sync, model = _engine(is_late)
     with sync:
@@ -223,7 +223,7 @@ def test_a_parameter_whose_first_step_is_skipped_later_keeps_no_state(make, skip
 
 @pytest.mark.parametrize("skip", SKIPS.values(), ids=SKIPS)
 def test_momentum_that_a_checkpoint_does_not_have_is_not_made_in_a_skipped_step(skip, is_late):
-    """Earlier releases of torch save None, and momentum may have been 0."""
+    """A checkpoint has None from earlier releases of torch, or if momentum was 0."""
     make = _maker(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True})
     sync, model = _engine(is_late)
     with sync:

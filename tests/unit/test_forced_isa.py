@@ -14,7 +14,7 @@ from pyengine.ops import native
 
 TESTS = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(native._core is None, reason="there is no native core")
-# What a test may do: use the core itself, on a rank, and in a process that another one starts.
+# Uses the core as tests do: in the test's process, on a rank, and in a process that a child process starts.
 INSIDE = """
 import subprocess, sys
 from pyengine.ops import native

@@ -30,7 +30,7 @@ CHANGES = {
 
 
 def _params() -> list[nn.Parameter]:
-    """Return parameters of one shape, of which the last has no gradient."""
+    """Return parameters of equal shape; the last one has no gradient."""
     params = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
     for param in params[:2]:
         param.grad = torch.ones(3)
@@ -66,7 +66,7 @@ def test_no_gradient_is_kept_alive():
 
 def test_a_record_keeps_no_cycle_alive():
     params = _params()
-    params[0].versions = _versions(params)  # as an engine that a parameter's hook refers to
+    params[0].versions = _versions(params)  # like an engine that a parameter's hook refers to
     param = ref(params[0])
     del params
     gc.collect()

@@ -15,7 +15,7 @@ from pyengine.gradients.settings import Exact, Settings
 
 
 def _comms(world: int) -> list[Any]:
-    """Return transports of ranks that are threads."""
+    """Return the transports of ranks that are threads."""
     values: list[Any] = [None] * world
     barrier = Barrier(world, timeout=30)
 
@@ -53,11 +53,11 @@ def agreed(by_rank: list[int], **options: Any) -> WindowSplit:
     return first
 
 
-# By rank: micro-batches; then which micro-batches of the window those are.
+# The number of micro-batches of each rank, and which micro-batches of the window they are.
 DEALT = [
     ([4], [range(4)]),
     ([2, 2], [range(2), range(2, 4)]),
-    ([1, 2], [range(1), range(1, 3)]),  # as `WindowSampler` deals 3 out
+    ([1, 2], [range(1), range(1, 3)]),  # as `WindowSampler` distributes 3
     ([1, 1, 2, 1], [range(1), range(1, 2), range(2, 4), range(4, 5)]),
 ]
 

@@ -22,7 +22,7 @@ NAN, INF = math.nan, math.inf
 def _header(
     counts: list[Any], *, loss: float = 0.0, is_exact: bool = False, most: float = INF, **changes: Any
 ) -> Header:
-    """Return the header of a rank with these counts, of which every micro-batch has the same loss."""
+    """Return the header of a rank with these counts; every micro-batch has the same loss."""
     local = LocalWindow(is_exact, most)
     for count in counts:
         local.append(torch.tensor(loss), count)
@@ -31,7 +31,7 @@ def _header(
 
 
 def _totals(*headers: Header) -> Totals:
-    """Return what the ranks of these headers read."""
+    """Return the totals that the ranks of these headers read."""
     return Totals.of(sum(header.vector() for header in headers).tolist(), len(headers))
 
 
@@ -69,7 +69,7 @@ def test_one_rank_with_other_claims_is_found(world, changes):
     assert _totals(_header([1], **changes), *[_header([1])] * (world - 1)).differ
 
 
-# A count, and whether it may be summed: of any sum, and of an exact one.
+# A count, whether any sum accepts it, and whether an exact sum accepts it.
 COUNTS = [(0, True, True), (3, True, True), (0.5, True, False), (MAX_COUNT, True, True)]
 COUNTS += [(2 * MAX_COUNT, False, False), (-1, False, False), (NAN, False, False), (INF, False, False)]
 
@@ -137,7 +137,7 @@ MICRO_BATCH = st.tuples(st.integers(0, 2**20), st.booleans())  # count, on a dev
     speaker=st.integers(0, 2),
 )
 def test_every_micro_batch_counts_once_whoever_has_how_many_and_shares_them(windows, sharing, speaker):
-    """Every window is that of one batch, computed by `sharing` ranks, of which one counts it."""
+    """Each window belongs to one batch, which `sharing` ranks compute and one of these ranks counts."""
     headers = []
     for index, window in enumerate(windows):
         for rank in range(sharing):

@@ -1,4 +1,4 @@
-"""Gradients left in `.grad` go into states; tests/distributed/test_optimizer_rhythms.py has the windows."""
+"""States contain gradients left in `.grad`; tests/distributed/test_optimizer_rhythms.py tests windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_a_saved_gradient_is_a_copy_and_goes_back_to_the_caller_as_one():
     first, second = Parameter(torch.zeros(2)), Parameter(torch.zeros(1))
     kept = KeptGrads(["first", "second"], [first, second])
     first.grad = torch.tensor([3.0, 4.0])
-    kept.keep()  # the caller does not own them
+    kept.keep()  # keeps nothing: there is no previous window
     assert not kept.pending() and kept.save() == {}
     kept.hand_over()
     saved = kept.save()

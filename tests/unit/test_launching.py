@@ -1,4 +1,4 @@
-"""New workers of this machine: how many, their environment, which failure and which stacks are reported."""
+"""New workers on this machine: their number and environment, and the failures and stacks reported."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_when_the_machine_starts_no_more_those_that_were_started_are_ended(monke
     assert started[0].exitcode == -signal.SIGKILL
 
 
-# --- What workers find ---
+# --- The environment of workers ---
 
 
 @pytest.fixture
 def environment(monkeypatch):
-    """An empty environment."""
+    """Return an empty environment, which replaces `os.environ`."""
     monkeypatch.setattr(os, "environ", {})
     return os.environ
 

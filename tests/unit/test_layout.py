@@ -1,4 +1,4 @@
-"""Slots and buckets."""
+"""The layout of slots and buckets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_first_bucket_alone_closes_earlier():
 
 
 def test_the_network_gets_a_mebibyte_first_whatever_the_cap():
-    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])  # a MiB each
+    model = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(4)])  # one MiB each
     with pe.GradSync(model) as sync:
         assert [len(bucket.slots) for bucket in sync.layout.buckets] == [1, 3]
 
@@ -65,7 +65,7 @@ def test_every_element_is_in_exactly_one_aligned_slot_of_its_kind(data, specs, c
     layout = layouts.build(specs, order, cap_bytes=cap)
     found: list[int] = []
     for bucket in layout.buckets:
-        free = 0  # the first element that no slot has
+        free = 0  # the first element after the previous slots
         for slot in bucket.slots:
             spec = specs[slot.param]
             assert (spec.numel, spec.dtype, spec.group) == (slot.numel, bucket.dtype, bucket.group)
@@ -78,7 +78,7 @@ def test_every_element_is_in_exactly_one_aligned_slot_of_its_kind(data, specs, c
 
 
 def test_old_buckets_are_freed_before_new_ones_are_allocated(monkeypatch):
-    """With both at once a model whose gradients take half of the memory would not fit."""
+    """With both allocated, a model whose gradients take half of the memory would not fit."""
     sync = pe.GradSync(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), accumulate=1)
     reducer = sync._engine.reducer
     old, make = [ref(bucket) for bucket in reducer.buckets()], own.own_bucket

@@ -42,7 +42,7 @@ def test_has_next_is_false_behind_the_last_item_shown():
 
 
 def test_a_loader_that_goes_on_after_an_error_loses_no_other_item():
-    """`map` raises for the second item, and goes on with the third."""
+    """`map` raises for the second item, and continues with the third."""
     source = Lookahead(map([1, 2, 3, 4].__getitem__, [0, 9, 2, 3]))
     with pytest.raises(IndexError):
         source.pop()

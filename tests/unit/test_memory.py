@@ -1,4 +1,4 @@
-"""Residuals of wires follow their parameters from one bucket layout to the next; memory of payloads."""
+"""Residuals of wires follow their parameters to a new bucket layout; the memory of payloads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _bucket(memory: WireMemory, *places: tuple[str, int, int], wire: pe.wire.Wir
 
 
 def _fill(wire: BucketWire, key: str, value: float) -> None:
-    assert wire.memory.residual.numel() > 0  # which makes it
+    assert wire.memory.residual.numel() > 0  # allocates the residual
     part = wire.memory.part(key)
     assert part is not None
     part.fill_(value)
@@ -35,7 +35,7 @@ def test_residuals_follow_their_parameters_into_other_buckets():
     first, second = _bucket(memory, ("a", 0, 3), ("b", 64, 2)), _bucket(memory, ("c", 0, 4))
     for wire, key, value in ((first, "a", 1.0), (first, "b", 2.0), (second, "c", 3.0)):
         _fill(wire, key, value)
-    # One bucket at a time, as DDP hands them out: those that are still to come keep theirs.
+    # DDP hands out one bucket at a time: parameters of later buckets keep their residuals.
     _bucket(memory, ("c", 0, 4), ("a", 64, 3))
     assert _kept(memory) == {"a": 1.0, "b": 2.0, "c": 3.0}
     _bucket(memory, ("b", 0, 2))
@@ -64,13 +64,13 @@ def test_every_window_has_turns_of_its_own():
     memory.begin(1)
     late = [wire.memory.next_turn() for _ in range(3)]
     assert len({*early, *late}) == 6
-    memory.begin(1)  # as a run does that goes on from a state
+    memory.begin(1)  # like a run that resumes from a state
     assert [wire.memory.next_turn() for _ in range(3)] == late
     assert _bucket(memory, ("b", 0, 3)).memory.turn == wire.memory.turn - 3
 
 
 def test_residuals_follow_the_loss_scale_and_a_window_that_is_not_used_leaves_none():
-    """Also those of a loaded state without a bucket, for example of a parameter that is frozen."""
+    """This also holds for loaded residuals without a bucket, for example of a frozen parameter."""
     memory, state = WireMemory(), torch.full((3,), 8.0)
     residual = _bucket(memory, ("a", 0, 3)).memory.residual
     memory.load({"b": state})

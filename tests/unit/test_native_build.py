@@ -13,7 +13,7 @@ from configured import configure
 
 AVX2 = ("AVX2", "FMA", "F16C")
 AVX512 = (*AVX2, "AVX512F", "AVX512BW", "AVX512DQ", "AVX512VL")
-# Says of its machine what it is told to, and compiles as the real one.
+# Reports the given extensions for its machine, and otherwise runs the real compiler.
 COMPILER = """#!/bin/sh
 case "$*" in *-march=native*) for name in {names}; do echo "#define __${{name}}__ 1"; done;;
 *) exec {compiler} "$@";; esac
@@ -22,7 +22,7 @@ case "$*" in *-march=native*) for name in {names}; do echo "#define __${{name}}_
 
 @pytest.fixture
 def levels(tmp_path):
-    """Return a function: what CMake compiles for on a machine that has such extensions."""
+    """Return a function: the instruction sets that CMake builds on a machine with given extensions."""
     compiler = shutil.which("c++") or pytest.skip("c++ is not on PATH")
 
     def levels(names: tuple[str, ...], native: str) -> set[str]:
@@ -64,7 +64,7 @@ def test_a_build_has_its_machines_best_instruction_set_alone_or_all_of_them(name
     [("avx512", 0, False), ("avx512", 1, True), ("avx2", 0, False), ("avx2", 1, True), ("generic", 0, True)],
 )
 def test_a_build_for_another_machine_has_nothing_here(level, is_supported, is_usable, tmp_path):
-    """The module refuses to be imported then, and plain PyTorch takes over."""
+    """The module then refuses to be imported, and plain PyTorch is used."""
     compiler = shutil.which("c++") or pytest.skip("c++ is not on PATH")
     dispatch = Path(__file__).resolve().parents[2] / "csrc" / "cpu" / "dispatch.cpp"
     (tmp_path / "main.cpp").write_text(
@@ -72,7 +72,7 @@ def test_a_build_for_another_machine_has_nothing_here(level, is_supported, is_us
     )
     command = [compiler, "-std=c++20", "-DPYENGINE_X86", f"-DPYENGINE_NATIVE={level}"]
     command += [f"-D__builtin_cpu_supports(name)={is_supported}", str(dispatch), str(tmp_path / "main.cpp")]
-    # The ops themselves are neither there nor called.
+    # The ops are neither linked nor called.
     subprocess.run(
         [*command, "-no-pie", "-Wl,--unresolved-symbols=ignore-all", "-o", str(tmp_path / "main")], check=True
     )

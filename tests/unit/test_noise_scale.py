@@ -12,7 +12,7 @@ NOISE, SIGNAL = 12.0, 2.25  # tr(S) of 4 elements, |G|²
 
 
 def _draws(windows: int, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return parts P and total T by window, of means over samples with isotropic noise."""
+    """Return P and T of each window (see `estimate`), for means over samples with isotropic noise."""
     generator = np.random.default_rng(3)
     true = np.array([1.5, 0.0, 0.0, 0.0])
     noise = generator.normal(size=(windows, len(counts), 4)) * np.sqrt(NOISE / 4 / counts)[:, None]

@@ -14,7 +14,7 @@ ONE = torch.tensor(1.0)
 
 @pytest.fixture(params=["core", "reference"])
 def plan(request, monkeypatch):
-    """Two slots of four elements with a gap, with the core's look at addresses and without it."""
+    """Return a plan of two slots of four elements with a gap, with the core and without it."""
     if request.param == "reference":
         monkeypatch.setattr(native, "core", lambda: None)
     return BucketPlan([0, 8], [4, 4])
@@ -115,7 +115,7 @@ def test_two_tensors_that_are_written_share_nothing(plan, second):
         plan.unpack_(twice, flat, ONE)
     with pytest.raises(ValueError, match=r"tensors\[.\] shares memory with tensors\[.\]"):
         _norm(plan, twice, twice)
-    plan.pack_(flat, twice, ONE)  # read twice
+    plan.pack_(flat, twice, ONE)  # they are only read
 
 
 def test_a_term_may_not_share_memory_with_its_exact_sum():

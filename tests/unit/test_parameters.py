@@ -10,7 +10,7 @@ from pyengine.engine.parameters import Ownership, owned_problems
 
 
 class Engine:
-    """Whoever owns gradients."""
+    """An object that owns gradients."""
 
 
 def _named(*, frozen: int = 0, count: int = 3) -> list[tuple[str, Parameter]]:
@@ -19,7 +19,7 @@ def _named(*, frozen: int = 0, count: int = 3) -> list[tuple[str, Parameter]]:
 
 def test_an_engine_that_nobody_has_any_more_owns_nothing():
     named, engine = _named(), Engine()
-    engine.itself = engine  # waits for a collection
+    engine.itself = engine  # a cycle, which waits for a garbage collection
     _mark = Ownership([param for _, param in named], engine)
     del engine
     assert list(owned_problems(named)) == []

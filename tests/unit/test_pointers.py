@@ -1,4 +1,4 @@
-"""Ops accept tensors whose elements are stored at their address, and name the problem of others."""
+"""Ops accept tensors whose elements are stored at their address, and name the problem of other tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _freed() -> torch.Tensor:
 
 
 def _freed_view() -> torch.Tensor:
-    """FSDP's: a view into a flat parameter that has no memory now; its address is a small number."""
+    """Return a view of a flat parameter without memory, as in FSDP; its address is a small number."""
     whole = torch.ones(12)
     view = whole[8:]
     whole.untyped_storage().resize_(0)
@@ -142,7 +142,7 @@ def test_plain_tensors_parameters_and_inference_tensors_need_no_look_from_python
 
 @pytest.fixture(params=["core", "reference"])
 def core(request, monkeypatch):
-    """Run with the core, where it can read tensors, and without it."""
+    """Run with the core, if it can read tensors, and without it."""
     if request.param == "reference":
         monkeypatch.setattr(native, "core", lambda: None)
     elif not native.can_gather():
@@ -162,7 +162,7 @@ def _share(tensor: torch.Tensor) -> None:
 def test_pointers_follow_a_tensor_to_other_memory(move):
     plan, tensors = BucketPlan([0, 4], [4, 4]), [torch.ones(4), torch.ones(4)]
     pointers, flat, moved = plan.pointers(tensors), torch.zeros(8), tensors[1]
-    tensors.clear()  # the pointers keep them
+    tensors.clear()  # the pointers keep the tensors alive
     plan.pack_(flat, pointers, ONE)
     move(moved)
     plan.pack_(flat, pointers, ONE)
@@ -176,7 +176,7 @@ def test_pointers_to_a_storage_that_has_shrunk_are_refused():
     memory = bytearray(16)
     tensor, emptied = torch.frombuffer(memory, dtype=torch.float32), torch.ones(4)
     pointers, address = PLAN.pointers([tensor]), tensor.data_ptr()
-    # As an allocator may do: less memory, in the same place.
+    # An allocator may return less memory at the same address.
     shorter = torch.frombuffer(memory, dtype=torch.float32, count=2)
     tensor.set_(shorter.untyped_storage(), 0, (2,), (1,))
     assert tensor.data_ptr() == address

@@ -44,14 +44,14 @@ def _becomes(process: ProcessId, state: str) -> bool:
 def test_a_process_is_seen_as_it_is(child):
     process = _of(child.pid)
     assert HERE.state(HERE) == process.state(HERE) == "running"
-    assert replace(process, started="1").state(HERE) == "dead"  # another one of the same number
+    assert replace(process, started="1").state(HERE) == "dead"  # another process with the same pid
     assert replace(process, space="another machine").state(HERE) == "unknown"
     child.send_signal(signal.SIGSTOP)
     assert _becomes(process, "stopped")
     child.send_signal(signal.SIGCONT)
     assert _becomes(process, "running")
     child.kill()
-    assert _becomes(process, "dead")  # a zombie, until somebody waits for it
+    assert _becomes(process, "dead")  # a zombie, until its parent waits for it
     child.wait()
     assert process.state(HERE) == "dead"
 
@@ -67,7 +67,7 @@ def test_a_process_that_cannot_be_looked_at_is_not_dead(error, monkeypatch):
 
 @pytest.mark.parametrize("hidden", ["/proc/sys", "/proc"])
 def test_where_proc_hides_the_machine_nothing_is_known_of_any_process(hidden, monkeypatch):
-    """`mount -o subset=pid` leaves nothing but processes."""
+    """With `mount -o subset=pid`, /proc shows nothing but processes."""
 
     def shows(path: object) -> None:
         if str(path).startswith(hidden):

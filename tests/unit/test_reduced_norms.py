@@ -14,7 +14,7 @@ ONE = torch.tensor(1.0)
 
 
 class _Count(TorchDispatchMode):
-    """Counts torch's operations: on an accelerator each is a launch."""
+    """Counts torch's operations, each of which is a launch on an accelerator."""
 
     num = 0
 

@@ -1,4 +1,4 @@
-"""States one behind the other, of which the last one counts, and numbers that no engine writes."""
+"""If several states are loaded, the last one counts; numbers that no engine writes are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams that depend on what is computed: derivation, coverage, restoration, workers."""
+"""Random streams that depend on what is computed: derivation, coverage, restoration, workers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GENERATORS = ("random", "numpy", "torch", "accelerator", "xla")
 
 
 def plain(states: dict[str, Any]) -> dict[str, Any]:
-    """Return states of generators as values that compare."""
+    """Return states of generators as values that can be compared with `==`."""
     return {name: s.tolist() if isinstance(s, torch.Tensor) else s for name, s in states.items()}
 
 
 def draws() -> tuple[float, ...]:
-    """Draw once from every global stream of the host, normals included (they keep a spare)."""
+    """Draw from every global stream of the host, including normals, of which generators keep a spare."""
     host = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
     return (*host, torch.rand(()).item(), torch.randn(()).item())
 
@@ -105,7 +105,7 @@ def test_a_long_seed_does_not_give_numpy_the_stream_of_python(seed):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """Give what `seed_everything(deterministic=True)` changes, as in a new process, and restore it."""
+    """Reset what `seed_everything(deterministic=True)` changes, as in a new process; restore it later."""
     monkeypatch.delenv(CUBLAS, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     yield
@@ -297,7 +297,7 @@ def test_a_cuda_device_draws_alike_and_gets_the_old_stream_back():
 
 
 class Noisy(Dataset):
-    """Samples that are noise of their own."""
+    """Samples of noise, each with its own stream."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.epoch = seed, torch.zeros((), dtype=torch.int64).share_memory_()
@@ -311,7 +311,7 @@ class Noisy(Dataset):
 
 
 class Raw(Noisy):
-    """Samples that are noise from the worker's streams."""
+    """Samples of noise from the worker's streams."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor(draws())
@@ -341,7 +341,7 @@ def test_workers_epochs_and_ranks_draw_differently_and_a_run_repeats_itself():
     assert torch.cat([first, other_rank]).unique(dim=0).shape[0] == 48
 
 
-# States that are put back.
+# --- Restored states ---
 
 
 @pytest.mark.parametrize("name", ["random", "numpy", "torch"])
@@ -361,7 +361,7 @@ def test_a_state_that_a_generator_does_not_take_leaves_all_of_them_as_they_are(n
 
 
 def _twister(state: Any, at: int, *, left: int | None = None) -> Any:
-    """Return torch's state at another word."""
+    """Return torch's state at a different position."""
     spoilt = state.clone()
     spoilt[16:24] = torch.tensor([at]).view(torch.uint8)
     if left is not None:
@@ -370,11 +370,12 @@ def _twister(state: Any, at: int, *, left: int | None = None) -> Any:
 
 
 def _with(state: Any, place: int, value: Any) -> Any:
-    """Return a state of numpy's or Python's with another field."""
+    """Return a state of numpy or Python with one field replaced."""
     return type(state)([*state[:place], value, *state[place + 1 :]])
 
 
-# Each of them the generators of today's libraries take; they draw beyond their words, or something else.
+# Current libraries accept all of these states; their generators then read beyond their words, or draw wrong
+# numbers.
 SPOILT = {
     "numpy beyond": ("numpy", lambda state: _with(state, 2, 10**6)),
     "numpy before": ("numpy", lambda state: _with(state, 2, -5)),

@@ -1,6 +1,6 @@
-"""On a device that nobody reads, here the CPU, a skipped step leaves nothing.
+"""A skipped step leaves no trace on a device that the host does not read; the tests use the CPU.
 
-What cannot be undone is refused, and the remedy that the message names works.
+Steps that cannot be undone are refused, and the remedy that the message names works.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KINDS = [kind for name, kind in vars(torch.optim).items() if inspect.isclass(kin
 
 @pytest.fixture(autouse=True)
 def cpu_is_xla(monkeypatch):
-    """Let torch allow `capturable=True` on the CPU exactly where it does on XLA devices."""
+    """Make torch allow `capturable=True` on the CPU exactly if torch allows it on XLA devices."""
     for name in ("adadelta", "adam", "adamax", "asgd", "nadam", "radam", "rmsprop", "rprop"):
         monkeypatch.setattr(
             importlib.import_module(f"torch.optim.{name}"),
@@ -67,7 +67,7 @@ def _assert_same(optimizer: Optimizer, plain: Optimizer) -> None:
 
 
 def _train(kind: type[Optimizer], options: dict[str, Any], *, always_waits: bool = False) -> None:
-    """Train with windows that are skipped, the first among them, and compare with a plain optimizer."""
+    """Train with skipped windows, including the first one, and compare with a plain optimizer."""
     param, twin = _param(), _param()
     stepper = _stepper(param, always_waits=always_waits)
     optimizer, plain = kind([param], **options), kind([twin], **options)
@@ -166,7 +166,7 @@ def test_the_state_of_a_fresh_optimizer_can_be_loaded_later(skipped):
 
 
 class _Replaces(Optimizer):
-    """An optimizer that makes its state anew in every step."""
+    """An optimizer that replaces its state in every step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

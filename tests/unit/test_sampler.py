@@ -1,4 +1,4 @@
-"""The same windows of the same micro-batches for every world size."""
+"""`WindowSampler` gives the same windows of the same micro-batches for every world size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader
 
 from pyengine import WindowSampler
 
-SIZE = 3  # of a micro-batch
+SIZE = 3  # samples per micro-batch
 WORLDS = [1, 2, 3, 8]
-# samples / 3: whole windows; a short micro-batch; a window with one sample; less than a window; one sample
+# Whole windows; a short micro-batch; a window with one sample; less than a window; one sample.
 SAMPLES = [144, 148, 145, 20, 1]
 
 
@@ -21,7 +21,7 @@ def build(samples: int, micro_batches: int = 8, **options) -> WindowSampler:
 
 
 def by_window(sampler: WindowSampler) -> list[list[list[int]]]:
-    """Cut a rank's micro-batches as `sync.windows` does."""
+    """Split a rank's micro-batches into windows, as `sync.windows` does."""
     found, size = list(sampler), sampler.accumulate
     return [found[i : i + size] for i in range(0, len(found), size)]
 
@@ -142,7 +142,7 @@ def test_a_place_may_be_given_by_the_names_of_distributed_sampler():
 
 
 class _Sized:
-    """A map-style dataset of which only the length is asked."""
+    """A map-style dataset of which only the length is used."""
 
     def __len__(self) -> int:
         return 50

@@ -1,4 +1,4 @@
-"""`Staged`: several collectives as one work, launched in turn; every wait raises an error of one."""
+"""`Staged` launches several collectives in turn as one work; every wait raises the error of a collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class _Round:
-    """A collective that tells when it is waited for."""
+    """A collective that logs its start and every wait for it."""
 
     def __init__(self, name: str, log: list[str], error: Exception | None = None) -> None:
         self._name, self._log, self._error = name, log, error
@@ -55,7 +55,7 @@ def test_a_step_waits_for_one_collective_and_starts_the_next():
 
 
 def test_asking_whether_work_is_staged_runs_no_code_of_python():
-    """Every launch of a bucket asks this of all earlier ones, and a protocol answers by a method."""
+    """Every launch of a bucket checks all earlier buckets, and `isinstance` with a protocol runs Python."""
     assert type(Staged) is type
 
 

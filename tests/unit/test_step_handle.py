@@ -31,7 +31,7 @@ def test_a_removed_callback_is_not_called_any_more_and_others_are(sync):
     with sync.on_step(lambda record: seen.append(("context", record.step))):
         _step(sync)
     handle.remove()
-    handle.remove()  # again does nothing
+    handle.remove()  # a second call does nothing
     _step(sync)
     assert seen == [("first", 0), ("second", 0), ("context", 0), ("second", 1)]
 
@@ -72,7 +72,7 @@ def test_a_handle_that_outlives_its_engine_removes_nothing():
 
 
 class _Writer:
-    """A callback with a life of its own."""
+    """A callback that is an object with its own attributes."""
 
     path = "steps.jsonl"
 

@@ -1,4 +1,4 @@
-"""`Transfers` launches buckets in the order of the layout, and later collectives of a bucket in between."""
+"""`Transfers` launches buckets in the order of the layout, with later collectives of a bucket in between."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class _Bucket:
-    """Notes each collective as `<bucket><round>`."""
+    """Records each collective as `<bucket><round>`."""
 
     def __init__(self, name: str, num_rounds: int, launched: list[str]) -> None:
         self._name, self._num_rounds, self._launched = name, num_rounds, launched
@@ -40,7 +40,7 @@ class _Bucket:
     [(True, ["a0", "b0", "a1", "c0", "b1", "a2"]), (False, ["a0", "b0", "c0"])],
 )
 def test_a_later_collective_follows_the_first_one_of_the_next_bucket(are_alike, want):
-    """Ranks with other buckets launch every first collective before any second one."""
+    """Ranks with different buckets launch every first collective before any second one."""
     launched: list[str] = []
     buckets: Any = [_Bucket(name, 3, launched) for name in "abc"]
     header: Any = SimpleNamespace(is_ready=lambda: True, is_refused=lambda: False)

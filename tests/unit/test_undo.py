@@ -134,7 +134,7 @@ def test_a_step_that_could_not_be_undone_whole_is_not(make):
 def test_state_on_the_host_cannot_be_undone():
     weight = nn.Parameter(torch.ones(2, device="meta"))
     weight.grad = torch.ones(2, device="meta")
-    optimizer = Adagrad([weight])  # its `step` lies on the host
+    optimizer = Adagrad([weight])  # its `step` is on the host
     assert PlainStepper().targets(optimizer) is None
 
 
@@ -167,7 +167,7 @@ def test_other_state_is_looked_at_again():
 
 
 class _Unread(torch.Tensor):
-    """A flag that raises where the host reads it."""
+    """A flag that raises if the host reads it."""
 
     def __bool__(self):
         raise AssertionError("the host has waited for the device")
@@ -179,7 +179,7 @@ def runs_ahead(monkeypatch):
 
 
 def changed_by_a_step(found_inf):
-    """Return which parameters a step with SGD changes."""
+    """Return the set of answers to whether a step with SGD changes a parameter."""
     params = parameters()
     optimizer, before = SGD(params, lr=0.1), [p.detach().clone() for p in params]
     fill_gradients(params)

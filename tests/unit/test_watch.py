@@ -119,7 +119,7 @@ def test_a_verdict_ends_every_guarded_future_that_has_no_value(watch):
     assert has_value.wait() == 7
     with pytest.raises(RuntimeError, match=r"^a collective failed: rank 1 has died\. Restart all ranks from"):
         guarded.wait()
-    future.set_result(7)  # later, which is no matter
+    future.set_result(7)  # too late to matter
     for wait in (guarded.wait, guard(Future()).wait, watch.check):
         with pytest.raises(RuntimeError, match="rank 1 has died"):
             wait()

@@ -1,6 +1,4 @@
-"""A wrapped optimizer is an Optimizer: it works with schedulers, has the state of the wrapped one, and can be
-copied.
-"""
+"""A wrapped optimizer is an Optimizer: it works with schedulers, shares the state, and can be copied."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ def _constant(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=2)
 
 
-# Those that only compute a rate from the number of steps go the way of StepLR.
+# StepLR stands for all schedulers that only compute a rate from the number of steps.
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
     "ConstantLR": _constant,

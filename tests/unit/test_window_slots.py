@@ -1,4 +1,4 @@
-"""Slots of a window: where one ends, and which flags its micro-batches have."""
+"""Slots of a window: where a slot ends, and which flags its micro-batches have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests on XLA replicas: `make test-xla` makes the environment that they need."""
+"""Fixtures for tests on XLA replicas; `make test-xla` creates the environment that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replicas import Replicas
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip this folder where torch_xla is missing."""
+    """Skip this folder if torch_xla is missing."""
     if find_spec("torch_xla") is None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
@@ -32,8 +32,8 @@ def _kept() -> Iterator[dict[tuple[int, tuple[str, ...]], Replicas]]:
 
 @pytest.fixture
 def replicas(_kept: dict[tuple[int, tuple[str, ...]], Replicas]) -> Callable[..., Replicas]:
-    """Give `replicas(world).run(fn, ...)`: run a module-level `fn(rank,
-    ...)` on real replicas of XLA's CPU backend.
+    """Return a function: `replicas(world).run(fn, ...)` runs a module-level `fn(rank, ...)` on real replicas
+    of XLA's CPU backend.
     """
 
     def get(world: int, **environment: str) -> Replicas:

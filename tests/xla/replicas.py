@@ -1,12 +1,13 @@
 """Real XLA replicas on the CPU: `replicas(2).run(fn, ...)` runs `fn(rank, ...)` on two of them.
 
-torch_xla makes the replicas of one host threads of one process, so a process has one world size for life. The
-session keeps one process for each, and starts it anew after a crash.
+In torch_xla, the replicas of one host are threads of one process, so a process has only one world size. The
+session keeps one process for each world size and environment, and restarts it after a crash.
 
-XLA's CPU backend lets replicas meet in a collective by the number of the compiled module, and replicas that
-compile the same program at the same time get two. So programs with a collective are launched in the order of
-ranks: the first replica compiles, the others find its module in the cache. Two settings go with that: a pool
-thread for each blocked execution, and no donation of inputs, where freeing one waits for the peers.
+XLA's CPU backend matches replicas in a collective by the number of the compiled module, and replicas that
+compile the same program at the same time get different numbers. Programs with a collective are therefore
+launched in the order of ranks: the first replica compiles, and the others find its module in the cache. This
+requires two settings: a pool thread for each blocked execution, and no donation of inputs, because freeing a
+donated input waits for the peers.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ MEETING_S = 60
 
 
 class ReplicaError(AssertionError):
-    """Some replica raised, or their process died."""
+    """A replica raised, or the process of the replicas died."""
 
 
 class Replicas:
     """The replicas of one process.
 
     Args:
-        world: how many.
-        environment: variables of the process, over those that the world size asks for.
+        world: the number of replicas.
+        environment: environment variables of the process; they override those that the world size requires.
     """
 
     def __init__(self, world: int, environment: dict[str, str]) -> None:
@@ -58,7 +59,7 @@ class Replicas:
         return answer
 
     def programs(self) -> set[Path]:
-        """Return the files of all programs that were compiled so far, as the compiler left them."""
+        """Return the files of all programs that have been compiled so far, after their optimization."""
         return set(Path(self._dumps.name).glob("*after_optimizations.txt"))
 
     def stop(self) -> None:
@@ -94,7 +95,7 @@ class Replicas:
 
 
 class _Lockstep:
-    """Launches programs with collectives in the order of ranks, all others as they come."""
+    """Launches programs with collectives in the order of ranks, and all other programs immediately."""
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -102,7 +103,7 @@ class _Lockstep:
         self.here = threading.local()
 
     def install(self) -> None:
-        """Put this between torch_xla and its native module."""
+        """Patch torch_xla's native module so that this object launches all programs."""
         import torch_xla
 
         native = torch_xla._XLAC
@@ -143,7 +144,7 @@ def _serve(pipe: Any, world: int) -> None:
     lockstep = _Lockstep(world)
     if world > 1:
         lockstep.install()
-    torch_xla.device()  # the runtime has to be up before the first backward of this process
+    torch_xla.device()  # the runtime must be running before the first backward of this process
     while True:
         try:
             pipe.send(_on_every_replica(pjrt, lockstep, world, pipe.recv()))
@@ -165,7 +166,7 @@ def _on_every_replica(pjrt: Any, lockstep: _Lockstep, world: int, job: Any) -> t
         lockstep.here.rank, lockstep.here.has_collective = rank, False
         try:
             answers[rank] = fn(rank, *args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 - whatever it was, the test wants to see it
+        except BaseException as error:  # noqa: BLE001 - the test reports every error
             broken = isinstance(error, threading.BrokenBarrierError)
             errors.append("" if broken else f"--- replica {rank} ---\n{traceback.format_exc()}")
             lockstep.barrier.abort()

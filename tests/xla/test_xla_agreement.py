@@ -1,4 +1,4 @@
-"""What is refused on XLA, and how replicas agree when an engine is made."""
+"""What is refused on XLA, and how replicas agree when an engine is created."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_an_optimizer_whose_steps_cannot_be_undone_is_refused(replicas, optimize
 
 
 class _Everything(nn.Module):
-    """Parameters and buffers of every type, other ones on every replica."""
+    """Parameters and buffers of every dtype, with different values on every replica."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""An import needs no torch_xla, and XLA needs no native core."""
+"""Importing the package needs no torch_xla, and training on XLA needs no native core."""
 
 from __future__ import annotations
 

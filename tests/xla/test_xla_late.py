@@ -1,4 +1,4 @@
-"""When the host reads the outcome of a window: only after a wait, and no error is lost."""
+"""The host reads the outcome of a window late, and no error is lost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pyengine as pe
 
 
 class _Toy:
-    """One parameter whose gradient is 1, and how often anything was read from the device."""
+    """An engine with one parameter whose gradient is 1, and the number of reads from the device."""
 
     def __init__(self) -> None:
         self.param = torch.nn.Parameter(torch.ones(3).to(device()))
         self.sync = pe.GradSync([self.param], accumulate=1)
         self.optimizer = torch.optim.SGD([self.param], lr=0.25)
-        self.window()  # the first step over a parameter reads
+        self.window()  # the first step of a parameter reads
 
     def window(self, scheduler=None, *, factor: float = 1.0, count: float = 1) -> None:
         with self.sync.accumulate():
@@ -60,7 +60,7 @@ def _scheduled(rank: int) -> tuple[list[float], list[float]]:
 
 def test_a_scheduler_steps_before_the_next_update_and_not_for_a_skipped_one(replicas):
     for rates, values in replicas(2).run(_scheduled):
-        assert rates == [0.25, 0.125, 0.125, 0.0625]  # the last window's outcome is still to come
+        assert rates == [0.25, 0.125, 0.125, 0.0625]  # the last window's outcome is not known yet
         assert values == [0.5, 0.5, 0.375, 0.3125]
 
 

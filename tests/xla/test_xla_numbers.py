@@ -1,4 +1,4 @@
-"""XLA replicas train as float64 does on the global batch, and all have the same bits."""
+"""XLA replicas train like float64 on the global batch, and all replicas have the same bits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_replicas_equal_float64_on_the_global_batch(replicas, world, job):
     _check(replicas(world).run(train, job), reference(job, world))
 
 
-# bfloat16 and float16 keep 8 and 11 bits: gradients of about 1, and parameters of 0.3 after three steps of
-# 0.05.
+# bfloat16 and float16 have 8 and 11 significant bits. Gradients are about 1, and parameters about 0.3 after
+# up to three steps with a learning rate of 0.05.
 @pytest.mark.parametrize(
     ("job", "tolerance"),
     [
@@ -46,7 +46,7 @@ def test_narrow_types_stay_near_float64_and_equal_on_both_replicas(replicas, job
 
 
 def _integers(here: torch.device) -> tuple[torch.Tensor, list[float]]:
-    """Train on small integers, whose sums have one answer, and a divisor that is a power of two."""
+    """Train on small integers, whose sums are exact, with counts that sum to a power of two."""
     param = torch.nn.Parameter(torch.arange(7.0).to(here))
     sync = pe.GradSync([param], accumulate=ACCUMULATE)
     optimizer = torch.optim.SGD([param], lr=0.5, momentum=0.5)
@@ -86,7 +86,7 @@ def test_bf16_gradients_do_not_stop_growing(replicas):
 
 
 def _in_gaps(rank: int) -> list[torch.Tensor]:
-    """Return gradients of parameters whose memory has gaps, or another order than their shape."""
+    """Return gradients of parameters whose memory has gaps, or is not in the order of their shape."""
     views = (
         lambda big: big[0, :3, :6].t(),
         lambda big: big[:3, :5, :4].permute(2, 0, 1),

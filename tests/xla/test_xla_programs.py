@@ -1,4 +1,4 @@
-"""What is recorded, compiled and executed: two programs, one reduction a window, no read."""
+"""What is recorded, compiled and executed: two programs, one reduction per window, no reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xla_cases import FP32, OPTIMIZERS, device, loss_sum, micro_batch, mlp
 import pyengine as pe
 from pyengine.comm import comm_for
 
-# Where the replicas of one process, which are its threads, meet: what they count is the process's.
+# The replicas of one process are its threads and share its counters; they wait for each other here.
 MEETINGS = {world: threading.Barrier(world, timeout=60) for world in (1, 2)}
 
 
@@ -27,7 +27,7 @@ class Counts:
     compiled: int
     executed: int
     read: int
-    recorded: int  # operations: what a host spends its time on
+    recorded: int  # operations, on which the host spends its time
 
 
 def _counts() -> Counts:
@@ -42,7 +42,7 @@ def _counts() -> Counts:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained; a width of its own has programs of its own."""
+    """What is trained; each width has its own programs."""
 
     optimizer: str = "sgd"
     wire: pe.wire.Wire = FP32
@@ -51,14 +51,14 @@ class Kind:
 
 
 def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
-    """Train windows of these lengths; return what each of them cost."""
+    """Train windows of these lengths; return the counts of each window."""
     here = device()
     model = mlp(kind.dtype, width=kind.width).to(here)
     sync = pe.GradSync(model, accumulate=5, wire=kind.wire)
     optimizer = OPTIMIZERS[kind.optimizer](model.parameters(), capturable=True)
     costs = []
     for length in lengths:
-        pairs = [micro_batch(rank, 2 * i) for i in range(length)]  # of one shape
+        pairs = [micro_batch(rank, 2 * i) for i in range(length)]  # all of one shape
         batches = [[t.to(here, kind.dtype) for t in pair] for pair in pairs]
         before = _counts()
         for index, batch in enumerate(batches, start=1):
@@ -69,7 +69,7 @@ def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
                     sync.step(optimizer)
         after = _counts()
         costs.append(Counts(*(now - then for now, then in zip(astuple(after), astuple(before), strict=True))))
-    MEETINGS[sync._engine.comm.world_size].wait()  # this reads, and is no part of anybody's window
+    MEETINGS[sync._engine.comm.world_size].wait()  # `synchronize` reads; no window of any replica counts it
     sync.synchronize()
     return costs
 
@@ -77,11 +77,11 @@ def _train(rank: int, lengths: Sequence[int], kind: Kind) -> list[Counts]:
 @pytest.mark.parametrize(("optimizer", "most"), [("sgd", 276), ("adamw", 396)])
 def test_windows_of_any_length_run_programs_that_are_there_and_read_nothing(replicas, optimizer, most):
     (costs,) = replicas(1).run(_train, [3, 3, 2, 3, 1, 5], Kind(optimizer))
-    # Micro-batch; reduction; first step, which makes state; update.
+    # Micro-batch; reduction; first step, which creates state; update.
     assert costs[0].compiled + costs[1].compiled <= 4
     steady = costs[2:]
     assert [cost.compiled for cost in steady] == [0] * 4
-    assert [cost.executed for cost in steady] == [3, 4, 2, 6]  # one a micro-batch, and the update
+    assert [cost.executed for cost in steady] == [3, 4, 2, 6]  # one per micro-batch, and the update
     assert [cost.read for cost in steady] == [0] * 4
     of_a_micro_batch = steady[1].recorded - steady[0].recorded
     assert of_a_micro_batch <= 50
@@ -89,8 +89,9 @@ def test_windows_of_any_length_run_programs_that_are_there_and_read_nothing(repl
 
 
 def _runs_on_meta(rank: int) -> tuple[int, int, int]:
-    """Return how often an in-place operation was first run in Python, to learn its shape: by the end of a
-    micro-batch, of another, and of `add_`.
+    """Return how often in-place operations have run in Python to infer a shape (on meta tensors).
+
+    The counts are taken after one micro-batch, after two, and after `add_`.
     """
     del rank
     import torch._meta_registrations as meta
@@ -129,7 +130,7 @@ def test_the_steady_step_path_of_two_replicas_reads_nothing_from_the_device(repl
 
 
 def _collectives(programs: Iterable[Path]) -> list[int]:
-    """Return how many collectives each program has, in the order in which they were compiled."""
+    """Return the number of collectives in each program, in the order in which programs were compiled."""
     collective = re.compile(
         r"= .*\b(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(-start)?\("
     )
@@ -150,8 +151,8 @@ def test_a_micro_batch_has_no_collective_and_an_update_one_for_each_type(replica
     pair.run(_train, [], kind)
     before = pair.programs()
     pair.run(_train, [2, 2, 2], kind)
-    # The micro-batch, the first reduction, the first step, the update. Those without a collective are
-    # compiled by both replicas, at the same time.
+    # The micro-batch, the first reduction, the first step, the update. Both replicas compile the programs
+    # without a collective, at the same time.
     assert _collectives(pair.programs() - before) == [0, 0, of_an_update, 0, 0, of_an_update]
 
 

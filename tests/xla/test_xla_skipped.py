@@ -1,4 +1,4 @@
-"""Windows that must not be used are skipped on every replica with their optimizer state, without a read."""
+"""Invalid windows are skipped on every replica, restore the optimizer's state, and read nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _parameters(num: int) -> list[torch.nn.Parameter]:
 
 
 def _train_partly(rank: int, used_by: list[set[int]], optimizer: str):
-    """Let each replica use only some of four parameters; return values and state of all."""
+    """Train replicas that use only some of four parameters; return the values and sizes of states of all."""
     params = _parameters(4)
     sync = pe.GradSync(params, accumulate=1)
     steps = OPTIMIZERS[optimizer](params, capturable=True)
@@ -57,7 +57,7 @@ def _train_partly(rank: int, used_by: list[set[int]], optimizer: str):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_parameter_that_no_replica_uses_is_not_stepped(replicas, optimizer):
-    """Weight decay alone would move it; one that some replica uses is stepped on all."""
+    """Weight decay alone would change it. A parameter that any replica uses is stepped on all replicas."""
     (params, states), (others, _) = replicas(2).run(_train_partly, [{0, 1}, {0, 2}], optimizer)
     assert all(map(torch.equal, params, others))
     kept = [torch.equal(param, waves(5, phase=i).float()) for i, param in enumerate(params)]

@@ -14,7 +14,7 @@ LENGTH = 9
 
 
 def _train(rank: int, cut: int | None, nonfinite: str) -> list[torch.Tensor]:
-    """Train three windows; with `cut`, save after so many micro-batches and go on in a new engine."""
+    """Train three windows; with `cut`, save after `cut` micro-batches and continue in a new engine."""
     here = device()
     model = mlp().to(here)
 

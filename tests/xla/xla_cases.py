@@ -1,5 +1,6 @@
-"""Models, data and the float64 reference that the tests on XLA replicas share. Nothing here draws random
-numbers: threads of one process would share them.
+"""Models, data and the float64 reference that the tests on XLA replicas share.
+
+Nothing here draws random numbers: replicas are threads of one process, which would share the generator.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 
 import pyengine as pe
 
-# Micro-batches of each rank, by rank; accumulate is 3, so windows are short, missing, or absent on some
-# ranks.
+# Number of micro-batches by rank. Since accumulate is 3, some windows are short, or missing on some ranks.
 PLANS = {
     "equal": [6, 6, 6, 6],
     "short last window": [5, 5, 5, 5],
@@ -42,7 +42,7 @@ def mlp(dtype: torch.dtype = torch.float32, *, width: int = 16) -> nn.Module:
 
 @torch.no_grad()
 def fill(model: nn.Module) -> None:
-    """Give every parameter its values."""
+    """Fill every parameter with fixed values."""
     for index, param in enumerate(model.parameters()):
         param.copy_(waves(*param.shape, phase=index) * 0.3)
 
@@ -58,8 +58,10 @@ def loss_sum(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def assert_near(params: Sequence[Tensor], right: Sequence[Tensor], tolerance: float = 1e-6) -> None:
-    """Compare with float64. Unit roundoff of float32 is 6e-8; a parameter of size 0.3 takes a few dozen
-    roundings in at most three steps.
+    """Compare with float64.
+
+    The unit roundoff of float32 is 6e-8; a parameter of size 0.3 is rounded a few dozen times in at most
+    three steps.
     """
     for param, each in zip(params, right, strict=True):
         torch.testing.assert_close(param.double(), each.double(), rtol=0, atol=tolerance)
@@ -73,7 +75,7 @@ def device() -> torch.device:
 
 @dataclass
 class Outcome:
-    """What a replica has to show for itself, on the host."""
+    """The results of one replica, on the host."""
 
     params: list[Tensor]
     state: list[Tensor]

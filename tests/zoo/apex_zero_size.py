@@ -1,4 +1,4 @@
-"""An op over many tensors launches what is pending when it meets the last chunk: an empty tensor has none."""
+"""An op over many tensors launches pending work at the last tensor's last chunk; an empty tensor has none."""
 
 import torch
 import torch.distributed as dist

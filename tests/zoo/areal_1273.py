@@ -1,4 +1,4 @@
-"""Losses are weighed over the whole batch, and the pipeline's schedule divides by its micro-batches again."""
+"""Losses are normalized over the whole batch, and then the pipeline's schedule divides by micro-batches."""
 
 import torch.distributed as dist
 from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd

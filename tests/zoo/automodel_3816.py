@@ -1,4 +1,4 @@
-"""Each expert-parallel group clips by a norm of its own experts, and the parameters of all with it."""
+"""Each expert-parallel group clips shared gradients by a norm that includes only its own experts."""
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ def train(watch: Watch) -> Outcome:
     experts = [*model.expert.parameters()]
     average_(param for param in model.parameters() if all(param is not own for own in experts))
     for param in experts:
-        param.grad *= 1 + 9 * dist.get_rank()  # this rank's expert is another one
+        param.grad *= 1 + 9 * dist.get_rank()  # every rank has a different expert
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     got = flat(model)
     optimizer.step()

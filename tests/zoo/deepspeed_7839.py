@@ -1,4 +1,4 @@
-"""A step divides gradients by a loss scale with which no loss was multiplied."""
+"""A step divides gradients by a loss scale that was never applied to a loss."""
 
 import torch.distributed as dist
 from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd

@@ -1,4 +1,4 @@
-"""A module used twice in a step: its gradient leaves when the first of its two parts has come."""
+"""A module is used twice in a step, and its gradient is reduced after the first of its two parts arrives."""
 
 import torch.distributed as dist
 from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
@@ -16,7 +16,7 @@ def train(watch: Watch) -> Outcome:
     model(x).backward(retain_graph=True)
     average_(model.parameters())
     kept = [param.grad.clone() for param in model.embed.parameters()]
-    model.embed(2 * x).square().sum().backward()  # an auxiliary loss, whose part nobody waits for
+    model.embed(2 * x).square().sum().backward()  # an auxiliary loss, which the reduction does not await
     for param, reduced in zip(model.embed.parameters(), kept, strict=True):
         param.grad = reduced
     return end_window(audit, model, optimizer, due)

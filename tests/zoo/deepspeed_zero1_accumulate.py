@@ -1,4 +1,4 @@
-"""With sums in another type than the model's, the reduction works on a copy, and the step on a fresh one."""
+"""If the dtype of sums differs from the model's, the reduction uses one copy and the step uses another."""
 
 import torch.distributed as dist
 from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
@@ -18,5 +18,5 @@ def train(watch: Watch) -> Outcome:
         converted = param.grad.bfloat16()
         dist.all_reduce(converted)
         converted /= dist.get_world_size()
-        param.grad = param.grad.float()  # asked for again: a fresh copy of the sum, not of the reduced one
+        param.grad = param.grad.float()  # a new copy of the sum, not the reduced copy
     return end_window(audit, model, optimizer, due)

@@ -1,4 +1,4 @@
-"""Stages share a gradient buffer, whose flush copies into the sum where it has to add."""
+"""Stages share a gradient buffer, whose flush copies to the sum instead of adding to it."""
 
 import torch
 from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean, sgd
@@ -18,7 +18,7 @@ def train(watch: Watch) -> Outcome:
         (model(x) / 3).backward()
         for param, total in zip(shared, sums, strict=True):
             total.copy_(param.grad)  # must add from the second time on
-            param.grad.zero_()  # the buffer is another stage's now
+            param.grad.zero_()  # another stage uses the buffer now
     for param, total in zip(shared, sums, strict=True):
         param.grad.copy_(total)
     average_(model.parameters())

@@ -1,4 +1,4 @@
-"""What the bugs of the zoo live in: a small model, losses and data by rank, and what is right."""
+"""What the bugs of the zoo share: a small model, losses, data by rank, and the right results."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Watch = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a bug leads to: numbers, and what they should be."""
+    """The numbers that a bug produces, and what they should be."""
 
     got: Tensor
     due: Tensor
 
 
 class Net(nn.Module):
-    """A trunk, two heads and an expert, on inputs of 6."""
+    """A trunk, two heads and an expert, for inputs of size 6."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,12 +53,12 @@ def data(rank: int, sizes: Iterable[int]) -> list[Tensor]:
 
 
 def mine(*sizes: int) -> list[Tensor]:
-    """Return this rank's."""
+    """Return this rank's micro-batches."""
     return data(dist.get_rank(), sizes)
 
 
 def everybody(*sizes: int) -> list[Tensor]:
-    """Return all ranks'."""
+    """Return the micro-batches of all ranks."""
     return [x for rank in range(dist.get_world_size()) for x in data(rank, sizes)]
 
 
@@ -92,7 +92,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def end_window(audit: Any, model: nn.Module, optimizer: torch.optim.Optimizer, due: Tensor) -> Outcome:
-    """Step with the gradients as they are; return them beside the right ones."""
+    """Step with the current gradients; return them with the right ones."""
     audit.reduced()
     got = flat(model)
     optimizer.step()
@@ -100,7 +100,7 @@ def end_window(audit: Any, model: nn.Module, optimizer: torch.optim.Optimizer, d
 
 
 def compare_with_rank_0(model: nn.Module) -> Outcome:
-    """Return this rank's parameters beside those of rank 0."""
+    """Return this rank's parameters with those of rank 0."""
     got = flat(model, "value")
     due = got.clone()
     dist.broadcast(due, 0)

@@ -1,4 +1,4 @@
-"""DDP leaves an expert to the caller, whose own gradient then clips what all ranks share."""
+"""DDP ignores an expert, whose local gradient then enters the norm by which shared gradients are clipped."""
 
 import torch
 from habitat import Outcome, Watch, flat, mine, net, right_mean, sgd

@@ -1,4 +1,4 @@
-"""Every backward is taken for the window's last: its reduction clears the sum that the next one adds to."""
+"""Every backward is treated as the window's last one, so its reduction clears the sum for the next one."""
 
 from habitat import Outcome, Watch, average_, end_window, mine, net, right_mean, sgd
 
@@ -13,7 +13,7 @@ def train(watch: Watch) -> Outcome:
     audit = watch(model, optimizer, every=1)
     for x in mine(3, 3, 3):
         for param in model.parameters():
-            param.grad = None  # the buffer was handed over by the reduction before
+            param.grad = None  # the previous reduction has cleared the sum
         (model(x) / 3).backward()
         average_(model.parameters())
     return end_window(audit, model, optimizer, due)

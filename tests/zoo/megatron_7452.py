@@ -1,4 +1,4 @@
-"""The second head's loss is a mean over each rank's own tokens, and ranks have other numbers of them."""
+"""The second head's loss is a mean over each rank's own tokens, whose number differs between ranks."""
 
 import torch.distributed as dist
 from habitat import Outcome, Watch, average_, end_window, everybody, mine, net, right, sgd
@@ -10,7 +10,7 @@ FOUND = ("gradient", "head2.weight", (), "each rank's part was divided by that r
 
 def train(watch: Watch) -> Outcome:
     model, (x,) = net(), mine(6)
-    tokens, mtp = 6, (6, 2)  # of the main loss on every rank; of the second head, by rank
+    tokens, mtp = 6, (6, 2)  # for the main loss on every rank; for the second head, by rank
     parts = list(zip(everybody(6), mtp, strict=True))
     losses = [lambda m, x=x, n=n: m.losses(x)[0] / 12 + m.losses(x[:n])[1] / sum(mtp) for x, n in parts]
     optimizer, due = sgd(model), right(model, losses, 1.0)
@@ -21,5 +21,5 @@ def train(watch: Watch) -> Outcome:
     (model.losses(x)[0] + model.losses(x[:own])[1] * tokens / own).backward()
     average_(model.parameters())
     for param in model.parameters():
-        param.grad /= tokens  # the mean over ranks is a sum over all of their tokens
+        param.grad /= tokens  # the mean over ranks becomes a mean over all tokens
     return end_window(audit, model, optimizer, due)

@@ -1,4 +1,4 @@
-"""One rank goes on with the optimizer's state of another checkpoint."""
+"""One rank continues with the optimizer state of a different checkpoint."""
 
 import torch
 import torch.distributed as dist

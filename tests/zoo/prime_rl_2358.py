@@ -1,4 +1,4 @@
-"""Each rank divides by its own tokens before the mean over ranks: those with fewer weigh more."""
+"""Each rank divides by its own tokens before the mean over ranks: tokens of ranks with fewer weigh more."""
 
 import torch.distributed as dist
 from habitat import Outcome, Watch, average_, data, end_window, net, right, sgd

@@ -19,7 +19,7 @@ PAGE = HERE.parents[1] / "docs" / "reliability.md"
 
 
 def _run(name: str) -> tuple[pe.AuditError, float]:
-    """Return what the audit says of a bug, and how far off the numbers are without it."""
+    """Return the audit's error for a bug, and the relative error of the numbers without an audit."""
     bug = importlib.import_module(name)
     with pytest.raises(pe.AuditError) as found:
         bug.train(pe.audit)

@@ -1,4 +1,4 @@
-"""A tensor that does not fit into what is left of a bucket is left out of it, and of every other one."""
+"""A tensor that is larger than the bucket's cap is left out of every bucket."""
 
 import torch
 import torch.distributed as dist

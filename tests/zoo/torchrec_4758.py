@@ -1,4 +1,4 @@
-"""DDP is armed by the last forward; in a 1F1B pipeline the next backward is an earlier micro-batch's."""
+"""The last forward arms DDP's reducer; in a 1F1B pipeline, the next backward is an earlier micro-batch's."""
 
 from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,7 @@ def train(watch: Watch) -> Outcome:
     with ddp.no_sync():
         waiting = ddp(first) / 2
     last = ddp(second) / 2  # arms the reducer
-    waiting.backward()  # and this reduces
+    waiting.backward()  # reduces too early
     with ddp.no_sync():
         last.backward()
     return end_window(audit, model, optimizer, due)

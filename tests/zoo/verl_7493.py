@@ -1,4 +1,4 @@
-"""A shard size of 1 makes the group over which gradients are reduced a group of one rank."""
+"""With a shard size of 1, the group over which gradients are reduced has only one rank."""
 
 import torch.distributed as dist
 from habitat import Outcome, Watch, end_window, mine, net, right_mean, sgd
