@@ -33,16 +33,11 @@ def merged(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the page's table, which lists the faults of each outcome.
-
-    Of faults that are recorded by kind ("fault: kind"), only the kind "none" is counted.
-    """
+    """Return the page's table, which lists the faults of each outcome."""
     by_outcome: dict[str, dict[str, int]] = {}
     for row in rows:
-        fault, _, kind = row["fault"].partition(": ")
-        if not kind or kind.startswith("none"):
-            tries = by_outcome.setdefault(row["outcome"].removesuffix(SHARED), {})
-            tries[fault] = tries.get(fault, 0) + row["tries"]
+        tries = by_outcome.setdefault(row["outcome"].removesuffix(SHARED), {})
+        tries[row["fault"]] = tries.get(row["fault"], 0) + row["tries"]
     lines = ["| what happened | after (tries) |", "|---|---|"]
     for outcome, tries in by_outcome.items():
         faults = "; ".join(f"{fault} ({number})" for fault, number in tries.items())
