@@ -54,18 +54,9 @@ REASONS: tuple[tuple[str, str, str], ...] = (
         'the peer sums micro-batches in bf16, pyengine in fp32; `accumulator="native"` also sums in bf16',
     ),
     (
-        "base",
-        "engine",
-        (
-            "probably chance: GradSync is level with DDP in the launches `wires`, `deepspeed` and "
-            "`sharded-states` of the same windows (0.99 to 1.01)"
-        ),
-    ),
-    ("small", "engine", "the peer is Lightning's Trainer, which has no `GradScaler` here"),
-    (
         "small0",
         "attach",
-        "probably chance: the peer wraps DDP, and two other peers that wrap DDP are level with attach",
+        "probably chance: the peer, Accelerate, wraps DDP, and DDP itself and Fabric are level with attach",
     ),
     (
         ".*bf16",
