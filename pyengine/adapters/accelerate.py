@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pyengine.adapters.engine_for import backward, engine_for
 from pyengine.engine.sync import Sync
 from pyengine.gradients.fsdp.deferral import Defer, Deferral
+from pyengine.gradients.fsdp.private import reduce_dtype_of
 from pyengine.gradients.settings import Accumulator, NonFinite, Settings, as_accumulator
 from pyengine.step.grad_scaler import GradScaler
 from pyengine.step.window_optimizer import WindowOptimizer
@@ -541,7 +542,8 @@ def _plugin_problem(plugin: Any, settings: Settings) -> str:
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         return f"{where} has cpu_offload, but gradients must be on the model's device; leave it out"
     policy = plugin.mixed_precision_policy
-    dtype = None if policy is None else policy.reduce_dtype or policy.param_dtype
+    # Accelerate keeps shards in float32.
+    dtype = None if policy is None else reduce_dtype_of(policy, torch.float32)
     if dtype is None or settings.problems() or settings.kind == "exact":  # exact sums bypass FSDP
         return ""
     if settings.kind == "fp32" and dtype.itemsize < torch.float32.itemsize:

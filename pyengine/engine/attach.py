@@ -82,12 +82,13 @@ def attach(
             other ignored parameters.
 
     Returns:
-        An engine with the same interface as `GradSync`. Over DDP, buckets have DDP's bucket size, and buffers
-        are broadcast once per window if DDP's `broadcast_buffers` is set.
+        An engine with the same interface as `GradSync`. Over DDP, buckets have the size that was passed to DDP
+        (`bucket_cap_mb`), or the default size of `GradSync`. Buffers are broadcast once per window if DDP's
+        `broadcast_buffers` is set.
 
     Raises:
         TypeError: the model is neither wrapped in DDP nor sharded by FSDP2.
-        RuntimeError: this torch version's FSDP2 is not supported; 2.11 to 2.13 are.
+        RuntimeError: this torch version's FSDP2 is not supported; 2.11 to 2.15 are.
         ValueError: `axes.groups` names a parameter that DDP reduces; DDP reduces some gradients outside its
             buckets, or has a hook; a unit's policy, mesh or hook is not supported; or a sparse embedding is
             trained over FSDP2. Raised on every rank.

@@ -66,10 +66,7 @@ class LossChecks:
             )
 
     def warn_of_reduction(self, loss: Tensor, count: Count | None) -> None:
-        """Warn once, in the first window, about a sum without a count or a mean with a count.
-
-        Not called if counts were read ahead.
-        """
+        """Warn once, in the first window, about a sum without a count or a mean with a count."""
         if not self.is_first_window or "reduction" in self._warned:
             return
         reduction = reduction_of(loss)

@@ -348,8 +348,9 @@ class Sync:
         with self._micro_batch_of_backward(engine):
             if checks.is_first_window:
                 checks.warn_of_division(one, count)
-                if totals is None:
-                    checks.warn_of_reduction(one, count)
+                counted = [(one, count)] if totals is None else totals.counted(loss, engine.counter.done)
+                for each, its_count in counted:
+                    checks.warn_of_reduction(each, its_count)
             record = one if gradient is None else None
             with engine.micro_batch(
                 known, is_stated=count is not None, may_replace=create_graph, loss=record

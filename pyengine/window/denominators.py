@@ -7,7 +7,7 @@ correct for all losses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,14 @@ class Denominators:
         """Return the count that the next micro-batch adds to the divisor; 0 for padding."""
         self._has_several_out |= handed - done > 1
         return self.counts[done][self.base] if done < len(self.counts) else 0.0
+
+    def counted(self, losses: Loss, done: int) -> Iterator[tuple[Tensor, float]]:
+        """Yield the losses of a micro-batch with their counts; nothing for padding."""
+        counts = self.counts[done] if done < len(self.counts) else {}
+        named = losses if isinstance(losses, Mapping) else {self.base: losses}
+        for name, loss in named.items():
+            if name in counts and isinstance(loss, Tensor):
+                yield loss, counts[name]
 
     def problems(self, done: int, *, handed: int) -> list[str]:
         """Return the reasons why a completed window's gradient cannot be divided by its counts."""

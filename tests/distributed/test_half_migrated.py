@@ -248,6 +248,19 @@ def test_a_sum_without_its_count_and_a_mean_with_one_are_warned_of_once(reductio
     assert [text.startswith(says) for text in texts] == ([True] if says else [])
 
 
+@pytest.mark.parametrize(("reduction", "is_warned"), [("mean", True), ("sum", False)])
+@pytest.mark.parametrize("name", ["", "text"])
+def test_a_mean_is_warned_of_if_counts_were_read_ahead(reduction, is_warned, name):
+    weight, target = nn.Parameter(torch.zeros(3, 3)), torch.zeros(3, dtype=torch.int64)
+    with pe.GradSync([weight], accumulate=2) as sync, recorded_warnings() as texts:
+        for window in sync.windows(range(4), count=lambda _: {name: 3} if name else 3):
+            for _ in window:
+                loss = nn.functional.cross_entropy(weight, target, reduction=reduction)
+                sync.backward({name: loss} if name else loss)
+            sync.step(torch.optim.SGD([weight], lr=0.0))
+    assert [text.startswith("leave count= out") for text in texts] == [True] * is_warned
+
+
 def test_a_count_too_large_for_a_float_is_refused_as_a_count():
     weight = nn.Parameter(torch.zeros(3))
     with pe.GradSync([weight], accumulate=1) as sync, recorded_warnings():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,9 +27,10 @@ from sharded_cases import (
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 import pyengine as pe
-from pyengine.gradients.fsdp.private import groups_of
+from pyengine.gradients.fsdp.private import groups_of, reduce_dtype
 
 
 @pytest.mark.parametrize(("kind", "world"), [("flat", 3), ("replicate", 2)])
@@ -147,10 +150,9 @@ REFUSED = {
 @on_ranks(2)
 def test_what_cannot_be_driven_is_refused_on_every_rank(case):
     model, options = Chain(), {}
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     match case:
         case "sums":
-            fully_shard(model, mp_policy=policy)
+            fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
         case "fp16":
             fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
             options = {"accumulator": "native", "wire": pe.wire.FP16()}
@@ -184,6 +186,28 @@ def test_what_cannot_be_driven_is_refused_on_every_rank(case):
     with pytest.raises((TypeError, ValueError)) as error:
         pe.attach(model, accumulate=3, **options)
     assert REFUSED[case] in str(error.value)
+
+
+class _Spied(DefaultReduceScatter):
+    """A reduce-scatter that records the dtype of its input."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.dtype] = []
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, **options: Any) -> Any:
+        self.seen.append(input_tensor.dtype)
+        return super().__call__(output_tensor, input_tensor, **options)
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("reduce", [None, torch.bfloat16, torch.float32])
+@on_ranks(2)
+def test_the_dtype_of_sums_is_the_one_that_torch_reduces_in(compute, reduce):
+    model, spied = Chain(), _Spied()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
+    model.set_custom_reduce_scatter(spied)
+    loss_of(model, batch(0)).backward()
+    assert spied.seen == [reduce_dtype(model)]
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["of this window", "of the next one"])

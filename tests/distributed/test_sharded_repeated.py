@@ -17,10 +17,10 @@ import pyengine as pe
 class Tied(nn.Module):
     """An embedding that is also the head, and a layer that is called four times."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 8, dtype=torch.bfloat16)
-        self.layer = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.embedding = nn.Embedding(11, 8, dtype=dtype)
+        self.layer = nn.Linear(8, 8, dtype=dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
@@ -43,10 +43,12 @@ def _wrapped(owner: str, model: nn.Module, reduce: torch.dtype | None) -> tuple[
     return pe.attach(model, **options), model
 
 
-def _bits(owner: str, reduce: torch.dtype | None, twice: bool) -> list[Tensor]:
+def _bits(
+    owner: str, reduce: torch.dtype | None, twice: bool, dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
     rank, _ = me()
     torch.manual_seed(3)
-    model = Tied()
+    model = Tied(dtype)
     sync, forward = _wrapped(owner, model, reduce)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(2):
@@ -66,4 +68,10 @@ def test_uses_of_a_parameter_are_added_alike_by_every_owner(ranks, owner, reduce
     want = ranks(2).run(_bits, "own", None, twice)[0]
     assert all(map(torch.equal, ranks(2).run(_bits, "ddp", None, twice)[0], want))
     for got in ranks(2).run(_bits, owner, reduce, twice):
+        assert all(map(torch.equal, got, want))
+
+
+def test_a_narrow_reduce_dtype_does_not_round_exact_sums(ranks):
+    want = ranks(2).run(_bits, "own", None, False, torch.float32)[0]
+    for got in ranks(2).run(_bits, "fsdp", torch.bfloat16, False, torch.float32):
         assert all(map(torch.equal, got, want))

@@ -1,6 +1,6 @@
 """Access to private state of FSDP2; the state is restored when the engine is closed.
 
-Tested with torch 2.11 to 2.13. During a window only public methods are used. Two of these methods are new in
+Tested with torch 2.11 to 2.15. During a window only public methods are used. Two of these methods are new in
 torch 2.13; in earlier versions `reduce_unused` and `reset_iter_state` replace them.
 """
 
@@ -42,7 +42,7 @@ _REPLACED = (
 # An attribute that a setter changes, new in torch 2.13.
 _SINCE_2_13 = ("reduce_scatter_unused_params",)
 # Attributes that are only read.
-_READ = ("mesh_info", "mp_policy", "offload_policy", "device", "_partial_reduce_output")
+_READ = ("mesh_info", "offload_policy", "device", "_partial_reduce_output")
 
 
 def is_unit(module: object) -> bool:
@@ -102,13 +102,13 @@ def waiting_parameters(module: Any) -> set[int]:
 
 
 def _shown(module: Any) -> list[Any]:
-    """Return the `FSDPParam` objects of the parameters that a forward has unsharded."""
-    return [
-        managed
-        for group in groups_of(module)
-        for managed in group.fsdp_params
-        if hasattr(managed, "_unsharded_param")
-    ]
+    """Return the `FSDPParam` objects of the parameters that a forward has unsharded, in reduction order."""
+    found = []
+    for group in groups_of(module):
+        # Since torch 2.15, gradients of the same dtype are adjacent.
+        order = getattr(group, "_reduce_scatter_param_indices", None) or range(len(group.fsdp_params))
+        found += [group.fsdp_params[index] for index in order]
+    return [managed for managed in found if hasattr(managed, "_unsharded_param")]
 
 
 def data_ndim(module: Any) -> int:
@@ -157,13 +157,14 @@ def _reduce_with_zeros(group: Any, post_backward: Callable[..., None], *unused: 
 def allow_unused_units(module: Any) -> None:
     """Let a backward without reductions skip parameters that no forward has unsharded yet.
 
-    Without this change torch (2.11 to 2.13) raises AttributeError for such parameters if the policy has a
+    Without this change torch 2.11 to 2.14 raises AttributeError for such parameters if the policy has a
     `reduce_dtype`. `SavedSettings.restore` undoes the change.
     """
     for group in groups_of(module):
         for managed in group.fsdp_params:
-            widen = managed.to_accumulated_grad_if_needed
-            managed.to_accumulated_grad_if_needed = partial(_widen_if_unsharded, managed, widen)
+            if hasattr(managed, "to_accumulated_grad_if_needed"):
+                widen = managed.to_accumulated_grad_if_needed
+                managed.to_accumulated_grad_if_needed = partial(_widen_if_unsharded, managed, widen)
 
 
 def _widen_if_unsharded(managed: Any, widen: Callable[[], None]) -> None:
@@ -171,14 +172,30 @@ def _widen_if_unsharded(managed: Any, widen: Callable[[], None]) -> None:
         widen()
 
 
+def keep_grad_dtypes(module: Any) -> None:
+    """Prevent backwards from changing `grad_dtype` of unsharded parameters, which the engine sets.
+
+    Torch changes it since 2.15. `SavedSettings.restore` undoes the change.
+    """
+    for group in groups_of(module):
+        if hasattr(group, "_set_unsharded_grad_dtypes"):
+            group._set_unsharded_grad_dtypes = lambda **_: None
+
+
 def reset_iter_state(module: Any) -> None:
-    """Discard the state of an unfinished forward or backward of the outermost unit."""
+    """Discard the state of an unfinished forward or backward of the outermost unit; sharded `.grad` stays."""
+    root = module._get_fsdp_state()
+    shared = root._state_ctx
     if hasattr(module, "reset_iter_state"):
+        groups = [group for state in shared.all_states for group in _groups_of(state)]
+        params = [managed.sharded_param for group in groups for managed in group.fsdp_params]
+        grads = [param.grad for param in params]
         module.reset_iter_state()
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad  # torch 2.15 sets it to None
         return
     # The same operations as in torch 2.13.
-    root = module._get_fsdp_state()
-    shared, comm = root._state_ctx, root._comm_ctx
+    comm = root._comm_ctx
     stream, idle = root._device_handle.current_stream(), type(root._training_state).IDLE
     # torch 2.11 runs one reduce-scatter at a time, and torch 2.12 may run several.
     scattered = [getattr(comm, "reduce_scatter_state", None), *getattr(comm, "reduce_scatter_states", [])]
@@ -214,19 +231,29 @@ def state_id(module: Any) -> int:
 def reduce_dtype(module: nn.Module) -> torch.dtype | None:
     """Return the dtype in which a unit sums gradients; None if the unit trains no parameter."""
     for group in groups_of(module):
-        policy = group.mp_policy
         for managed in group.fsdp_params:
             if managed.sharded_param.requires_grad:
-                computed: torch.dtype = policy.param_dtype or managed.sharded_param.dtype
-                return policy.reduce_dtype or computed
+                return reduce_dtype_of(managed.mp_policy, managed.sharded_param.dtype)
     return None
 
 
-def compute_dtype(module: nn.Module, param: Parameter) -> torch.dtype:
-    """Return the dtype of a parameter in forwards."""
-    policy = groups_of(module)[0].mp_policy
-    dtype: torch.dtype = policy.param_dtype or param.dtype
-    return dtype
+def reduce_dtype_of(policy: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a policy sums the gradients of parameters that are sharded in `dtype`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    # Without a `reduce_dtype`, torch sums in the dtype of forwards, and since 2.15 in that of the shards.
+    default = dtype if hasattr(FSDPParam, "unsharded_grad_dtype") else policy.param_dtype or dtype
+    found: torch.dtype = policy.reduce_dtype or default
+    return found
+
+
+def compute_dtypes(module: nn.Module) -> list[torch.dtype]:
+    """Return the dtype of each parameter in forwards, in the order of `parameters_of`."""
+    return [
+        managed.mp_policy.param_dtype or managed.sharded_param.dtype
+        for group in groups_of(module)
+        for managed in group.fsdp_params
+    ]
 
 
 def is_offloaded(module: nn.Module) -> bool:
@@ -284,6 +311,7 @@ class SavedSettings:
             for name, value in values.items():
                 setattr(group, name, value)
             vars(group).pop("post_backward", None)  # set by `reduce_unused`
+            vars(group).pop("_set_unsharded_grad_dtypes", None)  # set by `keep_grad_dtypes`
             for managed in group.fsdp_params:
                 vars(managed).pop("to_accumulated_grad_if_needed", None)  # set by `allow_unused_units`
         self.restore_resharding()

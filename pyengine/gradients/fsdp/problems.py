@@ -31,7 +31,7 @@ def check_version(model: nn.Module) -> None:
     if lacks:
         raise RuntimeError(
             f"ddp_model is a {type(model).__name__}, but FSDP of torch {torch.__version__} has no "
-            f"{lacks[0]}, which the engine needs: use torch 2.11 to 2.13, use "
+            f"{lacks[0]}, which the engine needs: use torch 2.11 to 2.15, use "
             "DistributedDataParallel, or train without pyengine"
         )
 

@@ -14,9 +14,10 @@ from pyengine.gradients.fsdp.places import replicas_and_shards, scattered_places
 from pyengine.gradients.fsdp.private import (
     SavedSettings,
     allow_unused_units,
-    compute_dtype,
+    compute_dtypes,
     data_ndim,
     is_unit,
+    keep_grad_dtypes,
     parameters_of,
     reduce_dtype,
     reduce_unused,
@@ -77,7 +78,8 @@ class Unit:
     @property
     def gathered_bytes(self) -> int:
         """Size of the unsharded parameters, in bytes."""
-        return sum(self.whole_numel(p) * compute_dtype(self.module, p).itemsize for p in self.params)
+        dtypes = compute_dtypes(self.module)
+        return sum(self.whole_numel(p) * dtype.itemsize for p, dtype in zip(self.params, dtypes, strict=True))
 
     @property
     def sum_bytes(self) -> int:
@@ -124,6 +126,7 @@ class Unit:
         module.set_force_sum_reduction_for_comms(True)
         reduce_unused(module)
         allow_unused_units(module)
+        keep_grad_dtypes(module)
         if self.params:
             module.set_custom_all_gather(CountedAllGather(self._saved_settings.all_gather, wire))
             module.set_custom_reduce_scatter(

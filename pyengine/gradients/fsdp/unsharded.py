@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from pyengine.gradients.fsdp.private import compute_dtype, reduce_dtype
+from pyengine.gradients.fsdp.private import compute_dtypes, reduce_dtype
 from pyengine.gradients.fsdp.units import Unit
 from pyengine.gradients.local_part import in_placements
 from pyengine.gradients.settings import Settings
@@ -47,10 +47,9 @@ class Unsharded:
         self._found: dict[int, Any] = {}
         self._handles: list[Any] = []
         # ---- gradients of this window ----
-        # Indices of parameters whose gradients FSDP would cast at the end of a backward. `_unconverted` hides
-        # this micro-batch's gradients of these parameters from FSDP.
-        self._converted: set[int] = set()
-        self._unconverted: dict[int, Tensor] = {}
+        # For exact sums, this micro-batch's gradients, which are hidden from FSDP, because FSDP may cast any
+        # `.grad` that it finds at the end of a backward.
+        self._hidden: dict[int, Tensor] = {}
         # ---- flags: 1 if a gradient is not finite ----
         self._arriving: dict[int, Tensor] = {}  # flags of gradients that autograd is about to accumulate
         self._rows: list[Tensor] = []
@@ -66,11 +65,12 @@ class Unsharded:
         places = _places(model, self._index)
         self._units: list[list[int]] = []
         self._sum_types: dict[int, torch.dtype] = {}  # dtypes of deferred sums
+        self._earlier_types: dict[int, torch.dtype | None] = {}  # values of `grad_dtype`, to be restored
         for unit in units:
             indices = [self._index[id(param)] for param in unit.params]
             if unit.mode == "all":  # sums of earlier micro-batches stay here
                 self._units.append(indices)
-                self._sum_types |= {index: _sum_type(params[index], unit) for index in indices}
+                self._sum_types |= zip(indices, _sum_types(unit), strict=True)
             self._register_in_forward(unit.module, [(index, *places[index]) for index in indices])
 
     @property
@@ -79,7 +79,7 @@ class Unsharded:
 
     def begin(self) -> None:
         """Start a window with empty sums."""
-        self._unconverted = {}
+        self._hidden = {}
         self._rows, self._flags = [], {}
         self.used = [False] * len(self.used)
         for param in self._found.values():
@@ -146,12 +146,12 @@ class Unsharded:
 
     def grad_holders(self) -> list[Any]:
         """Return the unsharded parameters by index; None for parameters that no forward has unsharded."""
-        self._restore_unconverted()
+        self._restore_hidden()
         return [self._found.get(index) for index in range(len(self.used))]
 
     def pop_grads(self) -> dict[int, Tensor]:
         """Return the unsharded gradients of the micro-batch by index, and set `.grad` to None."""
-        self._restore_unconverted()
+        self._restore_hidden()
         grads = {index: param.grad for index, param in self._found.items() if param.grad is not None}
         for index in grads:
             self._found[index].grad = None
@@ -164,8 +164,9 @@ class Unsharded:
 
     def release(self) -> None:
         self.begin()
-        for param in self._found.values():
-            param.grad_dtype = param.dtype
+        for index, dtype in self._earlier_types.items():
+            self._found[index].grad_dtype = dtype
+        self._earlier_types = {}
         for handle in self._handles:
             handle.remove()
         self._found = {}
@@ -186,11 +187,9 @@ class Unsharded:
         for index, module, name in places:
             param: Any = getattr(module, name)
             self._found[index] = param
-            if index in self._sum_types and self._sum_types[index] != param.dtype:
-                if self._widens:
-                    param.grad_dtype = self._sum_types[index]
-                else:
-                    self._converted.add(index)
+            dtype = self._sum_types.get(index, param.dtype) if self._widens else param.dtype
+            if param.grad_dtype != dtype and (dtype != param.dtype or not self._widens):
+                self._earlier_types[index], param.grad_dtype = param.grad_dtype, dtype
             if param.requires_grad:
                 self._handles += [
                     param.register_hook(partial(self._on_gradient, index)),
@@ -211,17 +210,16 @@ class Unsharded:
             if self._watches:
                 flag = self._arriving.pop(index)
                 self._flags[index] = self._flags[index] | flag if index in self._flags else flag
-        if index in self._converted:
-            # FSDP casts any `.grad` that it finds at the end of a backward. To avoid this, add the gradients
-            # here, as autograd does.
+        if not self._widens:
             grad, param.grad = param.grad, None
-            self._unconverted[index] = self._unconverted[index] + grad if index in self._unconverted else grad
+            # Gradients of several backwards are added here as autograd adds them.
+            self._hidden[index] = self._hidden[index] + grad if index in self._hidden else grad
 
-    def _restore_unconverted(self) -> None:
+    def _restore_hidden(self) -> None:
         """Set `.grad` to the hidden gradients, after the backwards of the micro-batch."""
-        for index, grad in self._unconverted.items():
+        for index, grad in self._hidden.items():
             self._found[index].grad = grad
-        self._unconverted = {}
+        self._hidden = {}
 
     def _on_gradient(self, index: int, grad: Tensor) -> Tensor | None:
         """Check a gradient before autograd accumulates it; redistribute the gradient of a DTensor."""
@@ -233,11 +231,10 @@ class Unsharded:
         return None if redistributed is grad else redistributed
 
 
-def _sum_type(param: Parameter, unit: Unit) -> torch.dtype:
-    """Return the dtype in which the unsharded gradients of a parameter are summed."""
-    dtype, reduced = compute_dtype(unit.module, param), reduce_dtype(unit.module)
-    is_widened = reduced is not None and reduced.itemsize > dtype.itemsize
-    return reduced if reduced and is_widened else dtype
+def _sum_types(unit: Unit) -> list[torch.dtype]:
+    """Return the dtype in which the unsharded gradients of each parameter of a unit are summed."""
+    reduced, dtypes = reduce_dtype(unit.module), compute_dtypes(unit.module)
+    return [reduced if reduced and reduced.itemsize > dtype.itemsize else dtype for dtype in dtypes]
 
 
 def _places(model: nn.Module, index: Mapping[int, int]) -> dict[int, tuple[nn.Module, str]]:
