@@ -82,8 +82,8 @@ def attach(
             other ignored parameters.
 
     Returns:
-        An engine with the same interface as `GradSync`. Over DDP, buckets have the size that was passed to DDP
-        (`bucket_cap_mb`), or the default size of `GradSync`. Buffers are broadcast once per window if DDP's
+        An engine with the same interface as `GradSync`. Over DDP, buckets have the `bucket_cap_mb` passed to
+        DDP, or the default size of `GradSync`. Buffers are broadcast once per window if DDP's
         `broadcast_buffers` is set.
 
     Raises:
