@@ -273,7 +273,7 @@ def test_an_fsdp_that_cannot_reset_itself_goes_on_after_an_exception(ranks, wher
 
 def _is_refused() -> None:
     with pytest.raises(
-        RuntimeError, match=r"has no set_all_reduce_hook, which the engine needs: use torch 2\.11 to 2\.13"
+        RuntimeError, match=r"has no set_all_reduce_hook, which the engine needs: use torch 2\.11 to 2\.15"
     ) as error:
         sharded("flat")
     assert torch.__version__ in str(error.value) and "use DistributedDataParallel" in str(error.value)
