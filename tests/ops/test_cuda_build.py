@@ -102,7 +102,7 @@ def test_the_core_has_cuda_where_there_is_nvcc():
     assert core is None or core.has_cuda
 
 
-@pytest.mark.parametrize(("value", "remedy"), [("1", "PATH"), ("yes", "needed 0")])
+@pytest.mark.parametrize(("value", "remedy"), [("1", "PATH"), ("yes", "expected 0")])
 def test_a_cuda_setting_that_cannot_be_met_is_a_clear_error(value, remedy, tmp_path):
     environ = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "PYENGINE_NO_EXT")}
     environ |= {"PYENGINE_CUDA": value, "PATH": str(tmp_path)}
