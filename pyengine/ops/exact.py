@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyengine.ops import exact_reference, native
 from pyengine.ops.exact_reference import BLOCK
-from pyengine.ops.overlap import check_into
+from pyengine.ops.overlap import check_into, check_results
 from pyengine.ops.plan import BucketPlan
 from pyengine.ops.pointers import DTYPE_CODES, Pointers, TensorList, check_dense, check_each, check_flat
 
@@ -172,7 +172,9 @@ class ExactSum:
         """
         sources = self._plan._gather("tensors", tensors, ("hi", self.hi))
         check_each("nonfinite", nonfinite, torch.uint8, len(self._plan.numels), self.hi.device)
-        check_into(self._plan, [("limbs", self.limbs), ("bins", self.bins)], ("tensors", sources))
+        sums = ("limbs", self.limbs), ("bins", self.bins)
+        check_into(self._plan, sums, ("tensors", sources))
+        check_results(self._plan, [("nonfinite", nonfinite)], [("tensors", sources)], *sums)
         if self._runner is None:
             return exact_reference.deposit_(
                 self._plan._slots, self._limbs, sources.tensors, self.width, first=first, nonfinite=nonfinite

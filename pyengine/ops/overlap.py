@@ -127,6 +127,30 @@ def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None
         _refuse([*(_span(*target, written=True) for target in targets), *_of_list(tensors)])
 
 
+def check_results(plan: Plan, results: Sequence[Named], lists: Sequence[NamedList], *others: Named) -> None:
+    """Check that the small outputs of an op, for example its flags, share no memory with anything else.
+
+    `lists` (one tensor per slot) and `others` are the other memory of the op, which may be written, too.
+    """
+    addressed = [(name, pointers) for name, pointers in lists if not _has_no_addresses(plan, pointers)]
+    if not addressed:
+        return
+    core, ranges = plan._native, [_range(tensor) for _, tensor in results]
+    apart = [*ranges, *(_range(tensor) for _, tensor in others)]
+    if (
+        core is not None
+        and all(core.is_outside(pointers.table, *each) for _, pointers in addressed for each in ranges)
+        and all(
+            one[1] <= two[0] or two[1] <= one[0]
+            for index, one in enumerate(ranges)
+            for two in apart[index + 1 :]
+        )
+    ):
+        return
+    read = [span for each in addressed for span in _of_list(each)]
+    _refuse([*(_span(*each, written=True) for each in results), *(_span(*each) for each in others), *read])
+
+
 def check_apart(targets: Sequence[tuple[str, Tensor | None]], sources: Sequence[Named]) -> None:
     """Check an op that writes all of `targets` and reads all of `sources`."""
     written = [(name, tensor) for name, tensor in targets if tensor is not None]

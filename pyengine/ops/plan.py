@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pyengine.ops import cuda, native, reference
 from pyengine.ops.device import runs_ahead
-from pyengine.ops.overlap import check_into_flat, check_into_list, check_out_of_flat
+from pyengine.ops.overlap import check_into_flat, check_into_list, check_out_of_flat, check_results
 from pyengine.ops.pointers import (
     DTYPE_CODES,
     Pointers,
@@ -192,6 +192,7 @@ class BucketPlan:
         check_scale("scale", scale, acc.device)
         check_each("nonfinite", nonfinite, torch.uint8, len(self.numels), acc.device)
         check_into_flat(self, ("acc", acc), ("grads", sources), ("scale", scale))
+        check_results(self, [("nonfinite", nonfinite)], [("grads", sources)], ("acc", acc), ("scale", scale))
         runner = self._runner(acc.device)
         if runner is None:
             return reference.accumulate_(
@@ -241,6 +242,7 @@ class BucketPlan:
         scales = ("grad_scale", grad_scale), ("wire_scale", wire_scale)
         read = scales if first else (*scales, ("acc", acc))
         check_into_flat(self, ("wire", wire), ("grads", sources), *read)
+        check_results(self, [("nonfinite", nonfinite)], [("grads", sources)], ("wire", wire), *read)
         runner = self._runner(wire.device)
         if runner is None:
             return reference.accumulate_cast_(
@@ -299,6 +301,10 @@ class BucketPlan:
         if targets is not None:
             name = "tensors" if targets is sources else "out"
             check_into_list(self, (name, targets), ("tensors", sources), ("scale", scale))
+        lists = [("tensors", sources)]
+        if targets is not None and targets is not sources:
+            lists.append(("out", targets))
+        check_results(self, [("sumsq", sumsq), ("nonfinite", nonfinite)], lists, ("scale", scale))
         runner = self._runner(sumsq.device)
         if runner is None:
             stored = [None] * len(self.numels) if targets is None else targets.tensors

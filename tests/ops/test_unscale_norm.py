@@ -1,13 +1,17 @@
 """unscale_norm: y = tensor * scale, its sum of squares and its finite check in one pass."""
 
+import contextlib
 import functools
 import mmap
 import operator
+from unittest import mock
 
 import pytest
 import torch
 from op_cases import flags, random_values, sums
 
+from pyengine.ops import native
+from pyengine.ops.exact import ExactSum
 from pyengine.ops.plan import BucketPlan
 
 
@@ -102,3 +106,47 @@ def test_arguments_that_do_not_fit_are_named(change, error, words, one):
                  "sumsq": sums(plan), "nonfinite": flags(plan)}  # fmt: skip
     with pytest.raises(error, match=words):
         plan.unscale_norm(**(arguments | change))
+
+
+@pytest.mark.parametrize("has_core", [True, False])
+def test_results_that_share_memory_are_refused_before_anything_is_written(has_core):
+    memory = torch.ones(8)
+    tensors, bytes_, doubles = [memory[:2], memory[2:4]], memory.view(torch.uint8), memory.view(torch.float64)
+    apart = {"sumsq": torch.zeros(2, dtype=torch.float64), "nonfinite": torch.zeros(2, dtype=torch.uint8)}
+    flag, one = bytes_[1:3], torch.ones(())
+    with contextlib.ExitStack() as stack:
+        if not has_core:
+            stack.enter_context(mock.patch.object(native, "core", lambda: None))
+        plan = BucketPlan([0, 64], [2, 2])
+        exact = ExactSum(plan, numel=128, terms=2, device=torch.device("cpu"))
+
+        def norm(out, scale, **results):
+            plan.unscale_norm(tensors, out, scale, **apart | results)
+
+        for says, call in (
+            (r"sumsq shares memory with tensors\[0\]", lambda: norm(None, one, sumsq=doubles[:2])),
+            (r"sumsq shares memory with out\[1\]", lambda: norm([None, memory[6:]], one, sumsq=doubles[2:])),
+            (r"nonfinite shares memory with tensors\[0\]", lambda: norm(tensors, one, nonfinite=flag)),
+            ("sumsq shares memory with scale", lambda: norm(None, memory[4], sumsq=doubles[2:])),
+            (
+                "shares memory with",
+                lambda: norm(None, one, sumsq=doubles[2:], nonfinite=bytes_[-2:]),
+            ),
+            (
+                r"nonfinite shares memory with grads\[0\]",
+                lambda: plan.accumulate_(torch.zeros(128), tensors, one, first=True, nonfinite=flag),
+            ),
+            (
+                r"nonfinite shares memory with grads\[0\]",
+                lambda: plan.accumulate_cast_(
+                    torch.zeros(128), torch.zeros(128), tensors, one, one, first=True, nonfinite=flag
+                ),
+            ),
+            (
+                r"nonfinite shares memory with tensors\[0\]",
+                lambda: exact.deposit_(tensors, first=True, nonfinite=flag),
+            ),
+        ):
+            with pytest.raises(ValueError, match=says):
+                call()
+    assert memory.tolist() == [1] * 8
