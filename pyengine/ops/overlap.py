@@ -132,23 +132,29 @@ def check_results(plan: Plan, results: Sequence[Named], lists: Sequence[NamedLis
 
     `lists` (one tensor per slot) and `others` are the other memory of the op, which may be written, too.
     """
-    addressed = [(name, pointers) for name, pointers in lists if not _has_no_addresses(plan, pointers)]
-    if not addressed:
-        return
-    core, ranges = plan._native, [_range(tensor) for _, tensor in results]
-    apart = [*ranges, *(_range(tensor) for _, tensor in others)]
-    if (
-        core is not None
-        and all(core.is_outside(pointers.table, *each) for _, pointers in addressed for each in ranges)
-        and all(
-            one[1] <= two[0] or two[1] <= one[0]
-            for index, one in enumerate(ranges)
-            for two in apart[index + 1 :]
-        )
-    ):
-        return
-    read = [span for each in addressed for span in _of_list(each)]
-    _refuse([*(_span(*each, written=True) for each in results), *(_span(*each) for each in others), *read])
+    addressed = [each for each in lists if not _has_no_addresses(plan, each[1])]
+    if addressed and not _are_apart(plan._native, results, addressed, others):
+        read = [span for each in addressed for span in _of_list(each)]
+        written = [_span(*each, written=True) for each in results]
+        _refuse([*written, *(_span(*each) for each in others), *read])
+
+
+def _are_apart(
+    core: Any, results: Sequence[Named], lists: Sequence[NamedList], others: Sequence[Named]
+) -> bool:
+    """Whether no result overlaps anything else; False without the core. Plain loops, because every op pays."""
+    if core is None:
+        return False
+    ranges = [_range(tensor) for _, tensor in (*results, *others)]
+    for index in range(len(results)):
+        begin, end = ranges[index]
+        for _, pointers in lists:
+            if not core.is_outside(pointers.table, begin, end):
+                return False
+        for first, last in ranges[index + 1 :]:
+            if begin < last and first < end:
+                return False
+    return True
 
 
 def check_apart(targets: Sequence[tuple[str, Tensor | None]], sources: Sequence[Named]) -> None:

@@ -109,7 +109,8 @@ def _tensors(draw: Draw, memory: Memory, plan: BucketPlan) -> Any:
 
 
 def _set_data(draw: Draw, tensor: Tensor) -> None:
-    tensor.data = torch.ones(draw.pick((tensor.numel(), 1)), dtype=tensor.dtype)
+    if tensor.layout is torch.strided and not tensor.is_meta:  # torch refuses other kinds
+        tensor.data = torch.ones(draw.pick((tensor.numel(), 1)), dtype=tensor.dtype)
 
 
 def _resize(draw: Draw, tensor: Tensor) -> None:
