@@ -142,7 +142,7 @@ def check_results(plan: Plan, results: Sequence[Named], lists: Sequence[NamedLis
 def _are_apart(
     core: Any, results: Sequence[Named], lists: Sequence[NamedList], others: Sequence[Named]
 ) -> bool:
-    """Whether no result overlaps anything else; False without the core. Plain loops, because every op pays."""
+    """Whether no result overlaps other memory; False without the core. Loops are plain, for speed."""
     if core is None:
         return False
     ranges = [_range(tensor) for _, tensor in (*results, *others)]
