@@ -51,7 +51,7 @@ def check_into_flat(plan: Plan, flat: Named, tensors: NamedList, *others: Named)
     as `flat`.
     """
     (_, target), (_, sources) = flat, tensors
-    if _has_no_addresses(plan, sources):
+    if _has_no_addresses(plan, sources, target):
         return
     core, begin = plan._native, target.data_ptr()
     if core is not None and core.flat_is_apart(begin, DTYPE_CODES[target.dtype], sources.table):
@@ -120,7 +120,7 @@ def check_into(plan: Plan, targets: Sequence[Named], tensors: NamedList) -> None
     None of `tensors` may overlap the written memory.
     """
     _, sources = tensors
-    if _has_no_addresses(plan, sources):
+    if _has_no_addresses(plan, sources, targets[0][1]):
         return
     core = plan._native
     if core is None or not all(core.is_outside(sources.table, *_range(target)) for _, target in targets):
@@ -132,7 +132,7 @@ def check_results(plan: Plan, results: Sequence[Named], lists: Sequence[NamedLis
 
     `lists` (one tensor per slot) and `others` are the other memory of the op, which may be written, too.
     """
-    addressed = [each for each in lists if not _has_no_addresses(plan, each[1])]
+    addressed = [each for each in lists if not _has_no_addresses(plan, each[1], results[0][1])]
     if addressed and not _are_apart(plan._native, results, addressed, others):
         read = [span for each in addressed for span in _of_list(each)]
         written = [_span(*each, written=True) for each in results]
@@ -164,11 +164,15 @@ def check_apart(targets: Sequence[tuple[str, Tensor | None]], sources: Sequence[
         _refuse([*(_span(*target, written=True) for target in written), *(_span(*s) for s in sources)])
 
 
-def _has_no_addresses(plan: Plan, tensors: Pointers) -> bool:
-    """Whether the tensors are on a device without addresses (lazy, meta), or all entries are None."""
+def _has_no_addresses(plan: Plan, tensors: Pointers, written: Tensor | None = None) -> bool:
+    """Whether the tensors are on a device without addresses (lazy, meta).
+
+    If all entries are None, the device is that of `written`, or the result is True.
+    """
     if plan._native is not None:
         return tensors.table is None
-    return tensors.device is None or tensors.device.type not in ADDRESSED
+    device = written.device if tensors.device is None and written is not None else tensors.device
+    return device is None or device.type not in ADDRESSED
 
 
 def _range(tensor: Tensor) -> tuple[int, int]:

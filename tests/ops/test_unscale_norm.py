@@ -113,7 +113,7 @@ def test_results_that_share_memory_are_refused_before_anything_is_written(has_co
     memory = torch.ones(8)
     tensors, bytes_, doubles = [memory[:2], memory[2:4]], memory.view(torch.uint8), memory.view(torch.float64)
     apart = {"sumsq": torch.zeros(2, dtype=torch.float64), "nonfinite": torch.zeros(2, dtype=torch.uint8)}
-    flag, one = bytes_[1:3], torch.ones(())
+    flag, one, wide = bytes_[1:3], torch.ones(()), torch.zeros(128)
     with contextlib.ExitStack() as stack:
         if not has_core:
             stack.enter_context(mock.patch.object(native, "core", lambda: None))
@@ -145,6 +145,10 @@ def test_results_that_share_memory_are_refused_before_anything_is_written(has_co
             (
                 r"nonfinite shares memory with tensors\[0\]",
                 lambda: exact.deposit_(tensors, first=True, nonfinite=flag),
+            ),
+            (
+                "slot 0 of acc shares memory with scale",
+                lambda: plan.accumulate_(wide, [None] * 2, wide[0], first=True, nonfinite=apart["nonfinite"]),
             ),
         ):
             with pytest.raises(ValueError, match=says):
