@@ -174,6 +174,8 @@ def _unscale_norm(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
 def _exact(draw: Draw, memory: Memory, plan: BucketPlan) -> Calls:
     """Draw all calls of an exact sum, whose memory is compared with the rest."""
     terms = draw.pick((2, 1, 3, 4096, 0, 4097))
+    if plan.flat_numel > 2**26:
+        raise ValueError("too large for this machine")
     numel = -(-plan.flat_numel // BLOCK) * BLOCK + draw.pick((0, 0, BLOCK, 1))
     sums = [ExactSum(plan, numel=numel, terms=terms, device=torch.device("cpu")) for _ in range(2)]
     for each in sums:
