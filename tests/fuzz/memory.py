@@ -72,7 +72,7 @@ class Memory:
     def _shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return a view into an existing piece, or None if it does not fit."""
         piece = self._draw.pick(self.pieces)
-        if piece.dtype.itemsize * piece.numel() % dtype.itemsize or piece.storage_offset():
+        if piece.dtype.itemsize * piece.numel() % dtype.itemsize or piece.storage_offset() or _is_cut(piece):
             return None
         seen = piece if piece.dtype == dtype else piece.view(torch.uint8).view(dtype)
         if seen.numel() < numel:
